@@ -1,0 +1,3 @@
+"""slimerl: reinforcement learning of large language models; megatron-core trains, SGLang generates."""
+
+__version__ = "0.1.0"

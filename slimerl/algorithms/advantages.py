@@ -1,0 +1,39 @@
+"""Advantages from the rewards of a step."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+STD_FLOOR = 1e-6
+"""Added to the standard deviation, so that a group of almost equal rewards does not blow up."""
+
+
+def group_relative(
+    rewards: Sequence[float], groups: Sequence[str], normalize_by_std: bool
+) -> tuple[list[float], dict[str, float]]:
+    """(r - mean of its group) / (sample standard deviation of its group + 1e-6), the division where asked for.
+
+    Source: GRPO, DeepSeekMath (arXiv 2402.03300); without the division Dr.GRPO (arXiv 2503.20783).
+    A group of one has advantage 0: it has nothing to be compared with.
+
+    Args:
+        rewards: one per sample.
+        groups: the group id of each sample, in any order and of any size.
+
+    Returns:
+        Advantages in the order of `rewards`; the shares of groups without signal (all rewards equal) and of one sample.
+    """
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        members[group].append(index)
+    advantages = [0.0] * len(rewards)
+    for indices in members.values():
+        of_group = [rewards[index] for index in indices]
+        mean = fmean(of_group)
+        scale = stdev(of_group) + STD_FLOOR if normalize_by_std and len(indices) > 1 else 1.0
+        for index in indices:
+            advantages[index] = (rewards[index] - mean) / scale
+    flat = sum(len({rewards[index] for index in indices}) == 1 for indices in members.values())
+    alone = sum(len(indices) == 1 for indices in members.values())
+    count = max(1, len(members))
+    return advantages, {"groups_without_signal": flat / count, "groups_of_one": alone / count}

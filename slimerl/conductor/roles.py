@@ -1,0 +1,48 @@
+"""The command line and environment of every role of a run: pure values.
+
+Flows in: the spec and where its effective copy lies. Flows out: `RoleCommand`s in start order.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slimerl.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class RoleCommand:
+    """`essential`: the run has failed when it ends early. `leads`: the run is over when it ends with 0."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    leads: bool = False
+
+
+def role_commands(spec: RunSpec, spec_file: Path) -> list[RoleCommand]:
+    """Every role of the run; engines and rollout only where the algorithm samples."""
+    roles = []
+    if spec.uses_engines:
+        roles.append(RoleCommand("rollout", [sys.executable, "-m", "slimerl.rollout", str(spec_file)], _threads(1)))
+        roles += [
+            RoleCommand(
+                f"engine-{index}",
+                [sys.executable, "-m", "slimerl.engine", str(spec_file), "--index", str(index)],
+                _threads(spec.engine.threads),
+            )
+            for index in range(spec.engine.replicas)
+        ]
+    return [*roles, _trainer(spec, spec_file)]
+
+
+def _trainer(spec: RunSpec, spec_file: Path) -> RoleCommand:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
+    command = [*launcher, "--nproc-per-node", str(spec.training.parallel.world_size), "-m", "slimerl.training"]
+    return RoleCommand("trainer", [*command, str(spec_file)], _threads(spec.training.threads_per_rank), leads=True)
+
+
+def _threads(count: int) -> dict[str, str]:
+    """Without CUDA every role computes on the same cores; unbounded OpenMP pools would fight for them."""
+    return {**os.environ, "OMP_NUM_THREADS": str(count), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}

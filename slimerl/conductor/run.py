@@ -1,0 +1,99 @@
+"""One run on one machine, from spec to final table.
+
+Flows in: a checked spec. Flows out: the run directory (`spec.yaml`, `logs/`, `metrics.jsonl`, …) and an exit.
+Invariant: however the run ends (done, failed, Ctrl-C, SIGTERM), no process of it is left.
+"""
+
+import fcntl
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from slimerl.conductor.roles import role_commands
+from slimerl.conductor.supervise import RoleProcess, end_all, watch
+from slimerl.samples.messages import ADDRESS_FILE
+from slimerl.spec import RunSpec
+from slimerl.spec.load import dump_spec
+from slimerl.telemetry.progress import ProgressView
+from slimerl.telemetry.report import final_table
+from slimerl.telemetry.run_log import METRICS_FILE
+
+POLL_S = 0.2
+
+
+class RunDirectoryTaken(RuntimeError):
+    """The run directory belongs to another run."""
+
+
+class Terminated(Exception):
+    """SIGTERM arrived."""
+
+
+def run(spec: RunSpec, console: Console, fresh: bool = False) -> None:
+    """Run to the end.
+
+    Args:
+        fresh: replace the record of an earlier run in the same directory.
+
+    Raises:
+        RunDirectoryTaken: another run is using the directory, or an earlier one left its record there.
+        RoleFailed: a role ended early.
+        KeyboardInterrupt, Terminated: asked to stop; every role has been ended.
+    """
+    with _claimed(spec.run_dir, fresh) as run_dir:
+        spec_file = run_dir / "spec.yaml"
+        spec_file.write_text(dump_spec(spec), encoding="utf-8")
+        console.print(f"run [bold]{spec.name}[/bold]: record in {run_dir}, logs in {run_dir / 'logs'}", soft_wrap=True)
+        _run_roles(spec, spec_file, run_dir, console)
+        console.print(final_table(run_dir, spec.name))
+
+
+def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console) -> None:
+    roles: list[RoleProcess] = []
+    previous = signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        for command in role_commands(spec, spec_file):
+            roles.append(RoleProcess(command, run_dir / "logs"))
+        with ProgressView(run_dir, spec.training.steps, console) as view:
+            view.describe("starting " + ", ".join(role.role.name for role in roles))
+            while not watch(roles):
+                view.update()
+                time.sleep(POLL_S)
+    finally:
+        # A second signal must not cut the clean-up short.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_all(roles, spec.deadlines.shutdown_s)
+        signal.signal(signal.SIGTERM, previous)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _raise_terminated(_signal: int, _frame: FrameType | None) -> None:
+    raise Terminated
+
+
+@contextmanager
+def _claimed(run_dir: Path, fresh: bool) -> Iterator[Path]:
+    """Hold the directory for this run alone, emptied of an earlier run's record where `fresh`."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirectoryTaken(f"{run_dir} is in use by a running run; set output_dir=… to another") from None
+        if (run_dir / METRICS_FILE).exists() and not fresh:
+            raise RunDirectoryTaken(
+                f"{run_dir} holds the record of an earlier run; pass --fresh to replace it, or set output_dir=…"
+            )
+        for name in (METRICS_FILE, "events.jsonl", ADDRESS_FILE):
+            (run_dir / name).unlink(missing_ok=True)
+        for name in ("tensorboard", "logs"):
+            shutil.rmtree(run_dir / name, ignore_errors=True)
+        (run_dir / "logs").mkdir()
+        yield run_dir

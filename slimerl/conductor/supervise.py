@@ -1,0 +1,110 @@
+"""Role processes: start with a log of their own, notice their end, say why, end them together."""
+
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from slimerl.conductor.roles import RoleCommand
+from slimerl.resilience.processes import kill_all
+from slimerl.resilience.tied import tied_command
+
+TAIL_LINES = 25
+
+
+class RoleFailed(RuntimeError):
+    """A role ended although the run was not over; the message names it and ends with the tail of its log."""
+
+
+class RoleProcess:
+    """One running role. It is in a session of its own (Ctrl-C reaches the conductor alone) and dies with it."""
+
+    def __init__(self, role: RoleCommand, log_dir: Path) -> None:
+        self.role = role
+        self.log_path = log_dir / f"{role.name}.log"
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                tied_command(role.command),
+                env=role.environment or None,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while running."""
+        return self._process.poll()
+
+    def ask_to_end(self) -> None:
+        """SIGTERM, if it still runs."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def end(self, grace_s: float) -> None:
+        """Ask the role to end, kill it after `grace_s`, reap it, and leave nothing of its tree."""
+        descendants = self._descendants()
+        self.ask_to_end()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            descendants += self._descendants()
+            self._process.kill()
+            self._process.wait()
+        kill_all(descendants)
+
+    def _descendants(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def failure(self) -> RoleFailed:
+        return RoleFailed(
+            f"{self.role.name} {describe_exit(self._process.returncode)}; the end of {self.log_path}:\n"
+            f"{tail(self.log_path)}"
+        )
+
+
+def watch(roles: Sequence[RoleProcess]) -> bool:
+    """One look at all roles: True once the leading role has ended well.
+
+    Raises:
+        RoleFailed: another role ended, or the leading one with an error. When several ended together, the one
+            named is the first in `roles` that did not end because another was gone.
+    """
+    ended = [role for role in roles if role.exit_code is not None]
+    if not ended:
+        return False
+    if all(role.role.leads and role.exit_code == 0 for role in ended):
+        return True
+    killed = [role for role in ended if (role.exit_code or 0) < 0]
+    raise (killed or [role for role in ended if not role.role.leads] or ended)[0].failure()
+
+
+def end_all(roles: Sequence[RoleProcess], grace_s: float) -> None:
+    """Ask every role to end at once, then see each one gone."""
+    for role in roles:
+        role.ask_to_end()
+    until = time.monotonic() + grace_s
+    for role in roles:
+        role.end(max(0.1, until - time.monotonic()))
+
+
+def describe_exit(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended early with exit code {code}" if code else "ended before the run was over"
+
+
+def tail(path: Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of a text file; what cannot be decoded is replaced."""
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])

@@ -1,0 +1,94 @@
+"""The engine role: `python -m slimerl.engine SPEC --index I [key=value …]`.
+
+Starts one SGLang server, waits until it can generate, registers it with the rollout role, and watches it.
+Ends with 0 when asked to (SIGTERM, SIGINT), with 1 and the tail of the server's log when the server ends by itself.
+Writes one line per change of state.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from pathlib import Path
+
+from slimerl.engine.client import EngineError
+from slimerl.engine.launcher import Server, ServerFailed, detect_device, start_server
+from slimerl.engine.registration import RegistrationFailed, register
+from slimerl.resilience.deadline import Deadline, DeadlineExceeded
+from slimerl.samples.messages import EngineInfo
+from slimerl.spec import RunSpec, SpecError, load_spec
+
+_WATCH_S = 0.2
+
+
+async def run_role(spec: RunSpec, index: int) -> None:
+    """Serve until cancelled.
+
+    Raises:
+        ServerFailed: the server ended.
+        DeadlineExceeded, EngineError, RegistrationFailed: it did not become ready.
+    """
+    device = detect_device()
+    started = time.monotonic()
+    server = start_server(spec, index, device)
+    say(server, f"starting SGLang on {device}, tensor parallel {spec.engine.tensor_parallel}; log: {server.log_path}")
+    try:
+        await server.wait_until_healthy(Deadline(f"{server.engine_id} to become healthy", spec.deadlines.start_s))
+        say(server, f"healthy after {time.monotonic() - started:.1f} s at {server.url}")
+        await _register_while_running(spec, server)
+        say(server, "registered with the rollout role")
+        while True:
+            server.check_running()
+            await asyncio.sleep(_WATCH_S)
+    finally:
+        say(server, "stopping the server")
+        server.stop()
+
+
+async def _register_while_running(spec: RunSpec, server: Server) -> None:
+    info = EngineInfo(server.engine_id, server.url, server.admin_key, spec.engine.tensor_parallel)
+    deadline = Deadline(f"the rollout role to take {server.engine_id}", spec.deadlines.start_s)
+    registration = asyncio.create_task(register(info, spec.run_dir, deadline))
+    try:
+        while not registration.done():
+            server.check_running()
+            await asyncio.wait({registration}, timeout=_WATCH_S)
+        registration.result()
+    finally:
+        registration.cancel()
+
+
+def say(server: Server, what: str) -> None:
+    print(f"{server.engine_id}: {what}", flush=True)
+
+
+async def _until_signal(spec: RunSpec, index: int) -> None:
+    role = asyncio.create_task(run_role(spec, index))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, role.cancel)
+    try:
+        await role
+    except asyncio.CancelledError:
+        return  # asked to stop, and stopped
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m slimerl.engine", description=__doc__)
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        spec = load_spec(arguments.spec, arguments.overrides)
+        asyncio.run(_until_signal(spec, arguments.index))
+    except (SpecError, ServerFailed, DeadlineExceeded, EngineError, RegistrationFailed) as error:
+        print(f"engine-{arguments.index}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

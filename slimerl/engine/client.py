@@ -1,0 +1,279 @@
+"""One SGLang server, seen from outside: every call has a deadline, every error names engine, endpoint and remedy.
+
+Flows in: token ids and sampling parameters, or steps of a weight update. Flows out: `Generation`s, or nothing.
+Invariant: a call either has had its effect or raises an `EngineError`; nothing is retried here, since a caller
+that holds the sample knows better whether to try again, and where.
+"""
+
+import asyncio
+import base64
+import uuid
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from slimerl.engine.protocol import (
+    LOADER,
+    Endpoint,
+    Generation,
+    PauseMode,
+    ProtocolError,
+    SamplingParams,
+    UpdateDialect,
+    generate_body,
+    read_generation,
+    read_version,
+)
+
+_KEEP_ALIVE_S = 2.0
+"""Below the server's 5 s: it must never close a connection that a request is just being written to."""
+
+_ABORT_TIMEOUT_S = 5.0
+
+
+class EngineError(RuntimeError):
+    """A call to an engine had no, or not the wanted, effect."""
+
+    def __init__(self, engine_id: str, endpoint: str, problem: str) -> None:
+        super().__init__(f"{engine_id} {endpoint}: {problem}")
+        self.engine_id = engine_id
+        self.endpoint = endpoint
+
+
+class EngineUnreachable(EngineError):
+    """No connection, or it broke before the answer: the server is gone or going."""
+
+
+class EngineTimeout(EngineError, TimeoutError):
+    """No answer before the deadline."""
+
+
+class EngineRefused(EngineError):
+    """The server answered, but with an error."""
+
+    def __init__(self, engine_id: str, endpoint: str, status: int, problem: str) -> None:
+        super().__init__(engine_id, endpoint, f"answered {status}: {problem}")
+        self.status = status
+
+
+class EngineClient:
+    """Asynchronous; belongs to the event loop that first uses it. Use as a context manager, or `close` it."""
+
+    def __init__(self, engine_id: str, url: str, admin_key: str, timeout_s: float) -> None:
+        """`timeout_s` bounds every call that does not give its own."""
+        self.engine_id = engine_id
+        self.url = url.rstrip("/")
+        self._key = admin_key
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._dialect: UpdateDialect | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # --- generation
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Generation:
+        """Generate from token ids.
+
+        Args:
+            request_id: unique among the running requests; default: a random one.
+            extra: further fields of SGLang's /generate, as they stand.
+
+        Raises:
+            EngineError: among them EngineTimeout; the request has then been aborted on the server too.
+            asyncio.CancelledError: likewise aborted on the server.
+        """
+        request_id = request_id or uuid.uuid4().hex
+        body = generate_body(input_ids, params, request_id, extra or {})
+        try:
+            answer = await self._post(Endpoint.GENERATE, body, timeout_s)
+        except (EngineTimeout, asyncio.CancelledError):
+            await self._abort_abandoned(request_id)
+            raise
+        try:
+            return read_generation(answer)
+        except ProtocolError as error:
+            raise EngineError(self.engine_id, Endpoint.GENERATE, str(error)) from error
+
+    async def _abort_abandoned(self, request_id: str) -> None:
+        """The server notices a lost client late; until then it would compute for nobody."""
+        try:
+            await asyncio.shield(self.abort(request_id, timeout_s=_ABORT_TIMEOUT_S))
+        except (EngineError, asyncio.CancelledError):
+            return  # The first error is the one to report; a server that cannot abort is dead or about to be found so.
+
+    async def abort(self, request_id: str | None = None, *, timeout_s: float | None = None) -> None:
+        """Abort one request, or all with None. Its `generate` ends with the tokens so far and reason "abort"."""
+        body = {"abort_all": True} if request_id is None else {"rid": request_id}
+        await self._post(Endpoint.ABORT, body, timeout_s)
+
+    async def pause(self, mode: PauseMode | str = PauseMode.RETRACT, *, timeout_s: float | None = None) -> None:
+        """Stop computing. Requests wait (`retract`, `in_place`) or end (`abort`); new ones wait."""
+        await self._post(Endpoint.PAUSE, {"mode": PauseMode(mode).value}, timeout_s)
+
+    async def continue_generation(self, *, timeout_s: float | None = None) -> None:
+        await self._post(Endpoint.CONTINUE, {}, timeout_s)
+
+    async def flush_cache(self, *, timeout_s: float | None = None) -> None:
+        """Forget all prefixes. Refused while requests hold KV: pause with `retract`, or drain, first."""
+        await self._post(Endpoint.FLUSH_CACHE, None, timeout_s)
+
+    async def freeze_gc(self, *, timeout_s: float | None = None) -> None:
+        """Tell Python's collector in every process of the server that what lives now lives for good. After a warm-up:
+        full collections would otherwise stop generation for tenths of a second."""
+        await self._post(Endpoint.FREEZE_GC, None, timeout_s)
+
+    # --- weight updates
+
+    async def begin_weight_update(self, *, timeout_s: float | None = None) -> None:
+        """Open an update session; one that a dead coordinator left open is closed first."""
+        try:
+            await self._begin(timeout_s)
+        except EngineRefused as error:
+            if "already open" not in str(error):
+                raise
+            await self._post(Endpoint.END_UPDATE, {}, timeout_s)
+            await self._begin(timeout_s)
+
+    async def _begin(self, timeout_s: float | None) -> None:
+        if self._dialect is UpdateDialect.BARE:
+            return
+        try:
+            await self._post(Endpoint.BEGIN_UPDATE, {}, timeout_s)
+            self._dialect = UpdateDialect.SESSION
+        except EngineRefused as error:
+            if error.status != 404:
+                raise
+            self._dialect = UpdateDialect.BARE
+
+    async def run_loader(self, payloads: Sequence[bytes], *, timeout_s: float | None = None) -> None:
+        """Call slimerl's weight loader inside every tensor-parallel rank and wait until all have returned.
+
+        Args:
+            payloads: one pickle of `[(name, tensor)]` per tensor-parallel rank, see `resharding/transports`.
+        """
+        body = {
+            "serialized_named_tensors": [base64.b64encode(payload).decode() for payload in payloads],
+            "load_format": LOADER,
+            # A flush would be refused, and the update reported as failed after the write, while requests wait.
+            "flush_cache": False,
+        }
+        await self._post(Endpoint.UPDATE_FROM_TENSOR, body, timeout_s)
+
+    async def end_weight_update(self, version: int | None, *, timeout_s: float | None = None) -> None:
+        """Close the session. With `version`, tokens generated from now on carry it; None leaves the old one."""
+        if self._dialect is not UpdateDialect.BARE:
+            await self._post(Endpoint.END_UPDATE, {}, timeout_s)
+        if version is not None:
+            # Without the last field SGLang would abort what waits to go on.
+            await self._post(
+                Endpoint.SET_VERSION, {"new_version": str(version), "abort_all_requests": False}, timeout_s
+            )
+
+    @property
+    def dialect(self) -> UpdateDialect | None:
+        """None until the first `begin_weight_update`."""
+        return self._dialect
+
+    async def weights_checksum(self, *, timeout_s: float | None = None) -> list[dict[str, Any]]:
+        """SGLang's own checksums, one entry per rank with `checksums` (fused local tensor → hash)."""
+        answer = await self._post(Endpoint.WEIGHTS_CHECKER, {"action": "checksum"}, timeout_s)
+        return answer["ranks"]
+
+    # --- state
+
+    async def healthy(self, *, timeout_s: float | None = None) -> bool:
+        """Does the server say that it is up? False where it cannot be reached; also true while paused."""
+        try:
+            await self._get(Endpoint.HEALTH, timeout_s)
+        except EngineError:
+            return False
+        return True
+
+    async def server_info(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        return await self._get(Endpoint.SERVER_INFO, timeout_s)
+
+    async def model_info(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        return await self._get(Endpoint.MODEL_INFO, timeout_s)
+
+    async def weight_version(self, *, timeout_s: float | None = None) -> int:
+        return read_version((await self.model_info(timeout_s=timeout_s))["weight_version"])
+
+    # --- transport
+
+    async def _post(self, endpoint: Endpoint, body: dict | None, timeout_s: float | None) -> Any:
+        return await self._call("POST", endpoint, body, timeout_s)
+
+    async def _get(self, endpoint: Endpoint, timeout_s: float | None) -> Any:
+        return await self._call("GET", endpoint, None, timeout_s)
+
+    async def _call(self, method: str, endpoint: Endpoint, body: dict | None, timeout_s: float | None) -> Any:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._open_session().request(method, self.url + endpoint, data=data) as response,
+            ):
+                content = await response.read()
+        except TimeoutError:
+            raise EngineTimeout(
+                self.engine_id,
+                endpoint,
+                f"no answer within {limit_s:g} s; is the engine overloaded or stuck? See its log",
+            ) from None
+        except aiohttp.ClientError as error:
+            raise EngineUnreachable(
+                self.engine_id, endpoint, f"{type(error).__name__}: {error}; has the engine ended? Its log says why"
+            ) from error
+        if response.status >= 400:
+            raise EngineRefused(self.engine_id, endpoint, response.status, _reason(content))
+        return _parsed(content)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers={"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"},
+            )
+        return self._session
+
+
+def _parsed(content: bytes) -> Any:
+    """JSON where it is JSON; SGLang answers some control calls with plain text or nothing."""
+    try:
+        return msgspec.json.decode(content) if content else None
+    except msgspec.DecodeError:
+        return content.decode(errors="replace")
+
+
+def _reason(content: bytes) -> str:
+    """The one useful line of an error body; SGLang has three shapes for it."""
+    body = _parsed(content)
+    if isinstance(body, dict):
+        error = body.get("error", body)
+        body = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(body).split())[:500]

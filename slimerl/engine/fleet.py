@@ -1,0 +1,127 @@
+"""Several engines driven at once, from synchronous code (the trainer's weight sync).
+
+Flows in: `EngineInfo`s. Flows out: per call, the results by engine id. A private thread runs the event loop.
+Invariant: an engine that failed a call is set aside with the reason and takes no further calls; the others go on.
+Only when none is left does a call raise.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from slimerl.engine.client import EngineClient, EngineError
+from slimerl.engine.protocol import PauseMode
+from slimerl.samples.messages import EngineInfo
+
+Result = TypeVar("Result")
+Call = Callable[[EngineClient], Awaitable[Result]]
+
+
+class NoEngineLeft(RuntimeError):
+    """Every engine of the fleet has failed; the message gives the reason for each."""
+
+
+class Pending(Generic[Result]):
+    """Calls under way to all engines that were left when they were made."""
+
+    def __init__(self, fleet: "EngineFleet", futures: dict[str, Future[Result]]) -> None:
+        self._fleet = fleet
+        self._futures = futures
+
+    def results(self) -> dict[str, Result]:
+        """Wait for all (each call has its own deadline); engines that failed are set aside.
+
+        Raises:
+            NoEngineLeft: all have failed.
+        """
+        results: dict[str, Result] = {}
+        for engine_id, future in self._futures.items():
+            try:
+                results[engine_id] = future.result()
+            except EngineError as error:
+                self._fleet.set_aside(engine_id, str(error))
+        self._fleet.check_some_left()
+        return results
+
+
+class EngineFleet:
+    """Use as a context manager, or `close` it."""
+
+    def __init__(self, engines: Sequence[EngineInfo], timeout_s: float) -> None:
+        """`timeout_s` bounds every single call."""
+        self.tensor_parallel = {engine.engine_id: engine.tensor_parallel for engine in engines}
+        self.failures: dict[str, str] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-fleet", daemon=True)
+        self._thread.start()
+        self._clients = {
+            engine.engine_id: EngineClient(engine.engine_id, engine.url, engine.admin_key, timeout_s)
+            for engine in engines
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        for client in self._clients.values():
+            self._run(client.close()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    @property
+    def left(self) -> list[str]:
+        """Ids of the engines that have not failed."""
+        return [engine_id for engine_id in self._clients if engine_id not in self.failures]
+
+    def set_aside(self, engine_id: str, reason: str) -> None:
+        """No further calls to this engine; the first reason stays."""
+        self.failures.setdefault(engine_id, reason)
+
+    def check_some_left(self) -> None:
+        if not self.left:
+            reasons = "\n".join(f"  {reason}" for reason in self.failures.values())
+            raise NoEngineLeft(f"no engine is left:\n{reasons}" if reasons else "there is no engine to talk to")
+
+    def start(self, call: Call[Result]) -> Pending[Result]:
+        """Begin `call` on every engine left, without waiting."""
+        self.check_some_left()
+        return Pending(self, {engine_id: self._run(_one(call, self._clients[engine_id])) for engine_id in self.left})
+
+    def each(self, call: Call[Result]) -> dict[str, Result]:
+        """`call` on every engine left, at once; returns when all have answered or failed."""
+        return self.start(call).results()
+
+    def _run(self, coroutine: Coroutine[object, object, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    # --- the steps of a weight update, see EngineClient
+
+    def pause(self, mode: PauseMode | str = PauseMode.RETRACT) -> None:
+        self.each(lambda client: client.pause(mode))
+
+    def begin_weight_update(self) -> None:
+        self.each(lambda client: client.begin_weight_update())
+
+    def end_weight_update(self, version: int | None) -> None:
+        self.each(lambda client: client.end_weight_update(version))
+
+    def flush_cache(self) -> None:
+        self.each(lambda client: client.flush_cache())
+
+    def continue_generation(self) -> None:
+        self.each(lambda client: client.continue_generation())
+
+
+async def _one(call: Call[Result], client: EngineClient) -> Result:
+    return await call(client)

@@ -1,0 +1,1 @@
+"""What runs inside an engine process. Imports torch alone, so that it installs into SGLang's own environment."""

@@ -1,0 +1,95 @@
+"""The process of one SGLang server: `python -m slimerl.engine.inside.serve PARENT_PID [arguments of launch_server]`.
+
+Flows in: SGLang's command line; from the environment, set by `launcher.py`, `KEY_VARIABLE` (the secret, which a
+command line would show to every user of the machine) and, without CUDA, `SGLANG_USE_CPU_ENGINE=1`.
+Invariant: no process of the server outlives PARENT_PID, not even when that one is killed.
+
+SGLang's workers are spawned by multiprocessing, which imports this module in each of them as `__mp_main__` before
+anything of SGLang: what must hold in every process of the engine, and in no other process, is set up there.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slimerl.engine.inside.import_hooks import after_import
+from slimerl.resilience.processes import Orphaned, die_with_parent
+
+KEY_VARIABLE = "SLIMERL_ENGINE_KEY"
+_ROOT_VARIABLE = "SLIMERL_ENGINE_ROOT_PID"
+
+
+def _prepare_process() -> None:
+    """Before SGLang is imported, in the server's first process and in each worker."""
+    after_import("sglang.srt.managers.load_snapshot", _keep_snapshots_in_private_directory)
+    after_import("sglang.srt.entrypoints.engine", _keep_keys_out_of_the_log)
+    after_import("sglang.srt.entrypoints.http_server", _do_not_call_before_listening)
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        from slimerl.engine.inside.cpu_shim import install
+
+        install()
+
+
+def _keep_snapshots_in_private_directory(module: ModuleType) -> None:
+    """SGLang maps a file of /dev/shm by name and leaves it behind when it is killed."""
+
+    def path_for(ipc_name: str) -> str:
+        return str(Path(tempfile.gettempdir()) / f"loads_{Path(ipc_name).name}")
+
+    module.shm_path_for = path_for  # type: ignore[attr-defined]
+
+
+def _keep_keys_out_of_the_log(module: ModuleType) -> None:
+    stock: Callable[[Any], dict[str, Any]] = module._server_args_for_logging
+
+    def without_keys(server_args: Any) -> dict[str, Any]:
+        return {key: "…" if key.endswith("api_key") else value for key, value in stock(server_args).items()}
+
+    module._server_args_for_logging = without_keys  # type: ignore[attr-defined]
+
+
+def _do_not_call_before_listening(module: ModuleType) -> None:
+    """Without its warm-up SGLang calls its own /freeze_gc too early and logs a traceback; the launcher calls it."""
+    nothing: Callable[[Any], None] = lambda _server_args: None  # noqa: E731
+    module._freeze_gc_after_server_warmup = nothing  # type: ignore[attr-defined]
+
+
+def main(argv: list[str]) -> None:
+    """Serve until asked to stop.
+
+    Raises:
+        Orphaned: the parent was gone already.
+    """
+    die_with_parent(int(argv[1]))
+    os.environ[_ROOT_VARIABLE] = str(os.getpid())
+    _prepare_process()
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    key = os.environ.pop(KEY_VARIABLE)
+    load_plugins()
+    # Both keys: with the admin key alone /server_info stays open, and it shows every argument, keys included.
+    server_args = prepare_server_args([*argv[2:], "--api-key", key, "--admin-api-key", key])
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv)
+elif __name__ == "__mp_main__":
+    # SGLang ties its workers to their parent as well, but only after the seconds that its own import takes.
+    if os.environ.get(_ROOT_VARIABLE) == str(os.getppid()):
+        try:
+            die_with_parent(os.getppid())
+        except Orphaned:
+            sys.exit(1)
+    _prepare_process()

@@ -1,0 +1,194 @@
+"""Host memory that a sender fills with tensors and the engine ranks of the same machine read in place.
+
+The memory is anonymous (`memfd`): a reader opens it through the sender's `/proc` entry, it has no name in /dev/shm,
+and the kernel frees it with its last user, however that one ends.
+
+Lifecycle of one use: `fill` (tag taken off, tensors copied, tag put on) → readers map it (`read_bucket`) and copy
+→ every reader has answered → the next `fill`. The tag tells a reader when a sender broke that order: it is checked
+before the first and after the last byte is read. Layout: `HEADER_BYTES` with the tag, then the tensors, each aligned.
+"""
+
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypedDict
+
+import torch
+
+HEADER_BYTES = 64
+_ALIGNMENT = 64
+_NO_TAG = bytes(HEADER_BYTES)
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+class BucketError(RuntimeError):
+    """A bucket is not, or no longer, what its reader was told."""
+
+
+class Entry(TypedDict):
+    """Where one tensor lies; `offset` counts bytes from the end of the header."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+
+
+class Address(TypedDict):
+    """How a process of the same user on the same machine opens the memory."""
+
+    path: str
+    inode: int
+    nbytes: int
+
+
+def packed_bytes(tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
+    """Bytes that `fill` needs for these tensors, without the header."""
+    return sum(_aligned(tensor.nbytes) for _, tensor in tensors)
+
+
+class SharedBucket:
+    """The sender's side. Grows to the largest use."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._file = os.memfd_create("slimerl-bucket", os.MFD_CLOEXEC)
+        self._map: mmap.mmap | None = None
+        self._resize(nbytes)
+
+    def _resize(self, nbytes: int) -> None:
+        self._nbytes = HEADER_BYTES + _aligned(nbytes)
+        os.ftruncate(self._file, self._nbytes)
+        if self._map is not None:
+            self._map.close()
+        self._map = mmap.mmap(self._file, self._nbytes)
+
+    @property
+    def address(self) -> Address:
+        return {
+            "path": f"/proc/{os.getpid()}/fd/{self._file}",
+            "inode": os.fstat(self._file).st_ino,
+            "nbytes": self._nbytes,
+        }
+
+    def fill(self, tag: bytes, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Entry]:
+        """Copy tensors in: any strides, any device. No reader may still be reading.
+
+        Args:
+            tag: at most `HEADER_BYTES`, different for every use.
+        """
+        if not 0 < len(tag) <= HEADER_BYTES or not any(tag):
+            raise ValueError(f"a tag has 1 to {HEADER_BYTES} bytes, not all zero; found {tag!r}")
+        if HEADER_BYTES + packed_bytes(tensors) > self._nbytes:
+            self._resize(packed_bytes(tensors))
+        assert self._map is not None
+        self._map[:HEADER_BYTES] = _NO_TAG
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        entries: list[Entry] = []
+        offset = 0
+        for name, tensor in tensors:
+            entry: Entry = {
+                "name": name,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "offset": offset,
+            }
+            _view(memory, entry).copy_(tensor.detach())
+            entries.append(entry)
+            offset += _aligned(tensor.nbytes)
+        del memory  # a map that tensors still point into cannot be closed
+        self._map[:HEADER_BYTES] = tag.ljust(HEADER_BYTES, b"\0")
+        return entries
+
+    def close(self) -> None:
+        """Readers that have it open keep it; nobody else can open it any more."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+            os.close(self._file)
+
+
+def read_bucket(
+    address: Address, tag: bytes, entries: Sequence[Entry], reader: Callable[[Iterator[tuple[str, torch.Tensor]]], None]
+) -> None:
+    """The reader's side: give `reader` the tensors, in place; it must copy what it wants to keep.
+
+    Raises:
+        BucketError: the sender is gone, the bucket is of another use, or something still points into it afterwards.
+    """
+    memory_map = _map(address)
+    _check_tag(memory_map, tag, "before it was read")
+    try:
+        reader(_views(memory_map, entries))
+        _check_tag(memory_map, tag, "while it was read")
+    finally:
+        _unmap(memory_map)
+
+
+def _map(address: Address) -> mmap.mmap:
+    try:
+        file = os.open(address["path"], os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise BucketError(
+            f"cannot open the sender's bucket {address['path']}: {error.strerror}; "
+            "sender and engine must run on one machine as one user, and the sender must still be alive"
+        ) from None
+    try:
+        status = os.fstat(file)
+        if (status.st_ino, status.st_size) != (address["inode"], address["nbytes"]):
+            raise BucketError(f"{address['path']} is no longer the bucket that was announced")
+        return mmap.mmap(file, address["nbytes"], flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    finally:
+        os.close(file)
+
+
+def _views(memory_map: mmap.mmap, entries: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+    memory = torch.frombuffer(memory_map, dtype=torch.uint8)
+    for entry in entries:
+        yield entry["name"], _view(memory, entry)
+
+
+def _view(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
+    dtype = _DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise BucketError(f"{entry['name']}: a bucket cannot carry {entry['dtype']}; known are {', '.join(_DTYPES)}")
+    shape: list[Any] = entry["shape"]
+    count = 1
+    for size in shape:
+        count *= size
+    start = HEADER_BYTES + entry["offset"]
+    return memory[start : start + count * dtype.itemsize].view(dtype).view(shape)
+
+
+def _check_tag(memory_map: mmap.mmap, tag: bytes, when: str) -> None:
+    if memory_map[:HEADER_BYTES] != tag.ljust(HEADER_BYTES, b"\0"):
+        raise BucketError(f"the sender reused its bucket {when}; the weights in it are not what was announced")
+
+
+def _unmap(memory_map: mmap.mmap) -> None:
+    try:
+        memory_map.close()
+    except BufferError:
+        raise BucketError(
+            "the engine kept a reference into the shared bucket instead of copying: its weights would change with it"
+        ) from None
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

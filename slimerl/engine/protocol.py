@@ -1,0 +1,153 @@
+"""The HTTP dialect of a SGLang server: endpoints, values, and what differs between versions. Pure.
+
+Weight updates come in two dialects. From 0.5.21 on they stand between `begin_weight_update` and
+`end_weight_update` (400 without); older servers answer 404 to these two and take updates at any time.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+UNVERIFIED_VERSION = -1
+"""Weight version of a server that has started but not yet been given verified weights."""
+
+LOADER = "slimerl.engine.inside.loader.receive"
+"""The custom weight loader through which all weight traffic goes; also SGLang's `load_format` for it."""
+
+
+class Endpoint(StrEnum):
+    HEALTH = "/health"
+    GENERATE = "/generate"
+    PAUSE = "/pause_generation"
+    CONTINUE = "/continue_generation"
+    ABORT = "/abort_request"
+    FLUSH_CACHE = "/flush_cache"
+    FREEZE_GC = "/freeze_gc"
+    BEGIN_UPDATE = "/begin_weight_update"
+    END_UPDATE = "/end_weight_update"
+    UPDATE_FROM_TENSOR = "/update_weights_from_tensor"
+    SET_VERSION = "/update_weight_version"
+    WEIGHTS_CHECKER = "/weights_checker"
+    SERVER_INFO = "/server_info"
+    MODEL_INFO = "/model_info"
+
+
+class PauseMode(StrEnum):
+    """`RETRACT`: running requests give their KV back and go on later, so that the cache can be flushed."""
+
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+    ABORT = "abort"
+
+
+class UpdateDialect(StrEnum):
+    SESSION = "session"
+    """Updates stand between begin and end."""
+    BARE = "bare"
+    """The server knows neither."""
+
+
+class ProtocolError(ValueError):
+    """The server's answer is not what this version of the protocol promises."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """`seed` keys the draw: the same seed and the same tokens give the same next token in any batch."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further sampling parameters of SGLang, as they stand."""
+
+    def wire(self) -> dict[str, Any]:
+        params: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            # Without a tokenizer the server cannot know these, with one it would drop or add text, never ids.
+            "skip_special_tokens": False,
+        }
+        if self.seed is not None:
+            params["sampling_seed"] = self.seed
+        if self.stop_token_ids:
+            params["stop_token_ids"] = list(self.stop_token_ids)
+        return {**params, **self.extra}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What came of one request. `tokens`, `logprobs` and `versions` have one entry per generated token."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Natural logarithm, of the distribution that was sampled from: after temperature, before top-p."""
+    versions: list[int]
+    """Policy version whose weights produced the token."""
+    finish_reason: str
+    """"stop", "length" or "abort"."""
+    meta: dict[str, Any]
+    """The server's whole `meta_info`, unknown fields included."""
+    answer: dict[str, Any]
+    """The rest of the server's answer."""
+
+
+def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: str, extra: Mapping[str, Any]) -> dict:
+    body = {
+        "rid": request_id,
+        "input_ids": list(input_ids),
+        "sampling_params": params.wire(),
+        "return_logprob": True,
+        "stream": False,
+    }
+    return {**body, **extra}
+
+
+def read_generation(answer: dict[str, Any]) -> Generation:
+    """Raises ProtocolError where tokens, logprobs and versions do not agree in number."""
+    try:
+        meta = answer["meta_info"]
+        pairs = meta.get("output_token_logprobs") or []
+        finish = meta["finish_reason"]
+    except (KeyError, TypeError) as error:
+        raise ProtocolError(f"a /generate answer without {error}: {str(answer)[:300]}") from None
+    tokens = [int(pair[1]) for pair in pairs]
+    if list(answer.get("output_ids") or []) != tokens:
+        raise ProtocolError(
+            f"/generate answered {len(answer.get('output_ids') or [])} output_ids, but logprobs of {len(tokens)} tokens"
+        )
+    return Generation(
+        tokens=tokens,
+        logprobs=[float(pair[0]) for pair in pairs],
+        versions=_versions(meta, len(tokens)),
+        finish_reason=finish["type"] if isinstance(finish, dict) else str(finish),
+        meta=meta,
+        answer={key: value for key, value in answer.items() if key != "meta_info"},
+    )
+
+
+def _versions(meta: dict[str, Any], count: int) -> list[int]:
+    """One version per token, from the spans where the server reports them (≥ 0.5.22), else all the same."""
+    spans = meta.get("weight_versions")
+    if not spans:
+        return [read_version(meta.get("weight_version"))] * count
+    versions: list[int] = []
+    for span in spans:
+        versions += [read_version(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != count:
+        raise ProtocolError(f"weight_versions cover {len(versions)} tokens of {count}: {spans}")
+    return versions
+
+
+def read_version(value: object) -> int:
+    """SGLang keeps the weight version as text; slimerl only ever sets whole numbers."""
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ProtocolError(
+            f"the server's weight_version is {value!r}, not a policy version; was its update made by slimerl?"
+        ) from None

@@ -1,0 +1,252 @@
+"""Parallel layouts as values: which part of the model a rank holds, on the trainer's and on the engine's side.
+
+Flows in: sizes. Flows out: for a rank, its share of an axis, its layers, its experts. No process group is needed:
+a layout of a thousand ranks is planned in one process. Invariant: a layout never changes, and both kinds answer
+the same questions (`Layout`), so that one table of a family serves both.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+from typing import NamedTuple, Protocol
+
+
+class LayoutError(ValueError):
+    """A model cannot be cut as a layout asks."""
+
+
+class Axis(Enum):
+    """Along what a parameter is cut; a layout answers with the rank's part and the number of parts."""
+
+    NONE = auto()
+    """Not cut: every rank holds all of it."""
+    DENSE = auto()
+    """MLPs that are no experts."""
+    ATTENTION = auto()
+    EXPERT = auto()
+    """Inside one expert."""
+    EMBEDDING = auto()
+    HEAD = auto()
+
+
+class Part(NamedTuple):
+    """Part `number` of `of` equal ones."""
+
+    number: int
+    of: int
+
+
+class HeldLayer(NamedTuple):
+    """Layer `layer` of the model is called `local` by the rank, in the module whose parameters start with `prefix`."""
+
+    prefix: str
+    local: int
+    layer: int
+
+
+class Layout(Protocol):
+    """What the tables ask of a layout, for each rank."""
+
+    @property
+    def world_size(self) -> int: ...
+    def part(self, rank: int, axis: Axis) -> Part: ...
+    def layers(self, rank: int, layers: int) -> list[HeldLayer]: ...
+    def experts(self, rank: int, experts: int) -> range: ...
+    def first_prefix(self, rank: int) -> str | None: ...
+    def last_prefix(self, rank: int) -> str | None: ...
+    def padded_vocabulary(self, vocabulary: int, parts: int) -> int: ...
+
+
+def divide(whole: int, parts: int, what: str) -> int:
+    """`whole / parts`. Raises LayoutError naming `what` where that is no whole number."""
+    if whole % parts:
+        raise LayoutError(f"{what}: {whole} cannot be cut into {parts} equal parts; choose a size that divides it")
+    return whole // parts
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class ModuleNames(StrEnum):
+    """Which layer specification names Megatron's parameters."""
+
+    LOCAL = "local"
+    TRANSFORMER_ENGINE = "transformer_engine"
+
+
+class MegatronCoordinates(NamedTuple):
+    """Where a rank stands in each parallel dimension."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    expert_tensor: int
+    expert: int
+    expert_data: int
+
+
+@dataclass(frozen=True)
+class MegatronLayout:
+    """The trainer's grid in Megatron's default rank order: tensor, context, (expert,) data, pipeline; tensor fastest.
+
+    Example: `MegatronLayout(tensor=2, data=2)`: ranks 0, 1 and 2, 3 are the two tensor-parallel groups.
+    """
+
+    tensor: int = 1
+    data: int = 1
+    context: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    """Model chunks per pipeline stage; with more than one, parameter names start with `model0.`, `model1.` ..."""
+    expert: int = 1
+    expert_tensor: int | None = None
+    """Tensor parallelism inside an expert; None: the same as `tensor`."""
+    stage_layers: tuple[tuple[int, ...], ...] | None = None
+    """Uneven pipelines: layers of each stage, one tuple per chunk; None: equal stages."""
+    vocabulary_multiple: int = 1
+    """The vocabulary is padded to a multiple of this times `tensor` (Megatron's make-vocab-size-divisible-by)."""
+    names: ModuleNames = ModuleNames.LOCAL
+
+    def __post_init__(self) -> None:
+        grid = self.world_size // self.pipeline
+        divide(grid, self.expert_tensor_size * self.expert, "ranks of a stage over expert_tensor * expert")
+        if self.virtual > 1 and self.pipeline == 1:
+            raise LayoutError("virtual > 1 needs pipeline > 1")
+        stages = [(self.virtual, self.pipeline)] if self.stage_layers is None else self._shape_of_stages()
+        if any(shape != (self.virtual, self.pipeline) for shape in stages):
+            raise LayoutError(
+                f"stage_layers {self.stage_layers} must have {self.virtual} chunks of {self.pipeline} stages each"
+            )
+
+    def _shape_of_stages(self) -> list[tuple[int, int]]:
+        assert self.stage_layers is not None
+        return [(len(self.stage_layers), len(chunk)) for chunk in self.stage_layers] or [(0, 0)]
+
+    @property
+    def expert_tensor_size(self) -> int:
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.context * self.data * self.pipeline
+
+    def coordinates(self, rank: int) -> MegatronCoordinates:
+        """Raises LayoutError where the layout has no such rank."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is outside of a layout of {self.world_size} ranks")
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        pipeline, data = divmod(rest, self.data)
+        in_stage, expert_tensor = divmod(rank % (self.world_size // self.pipeline), self.expert_tensor_size)
+        expert_data, expert = divmod(in_stage, self.expert)
+        return MegatronCoordinates(tensor, context, data, pipeline, expert_tensor, expert, expert_data)
+
+    def part(self, rank: int, axis: Axis) -> Part:
+        at = self.coordinates(rank)
+        if axis is Axis.NONE:
+            return Part(0, 1)
+        if axis is Axis.EXPERT:
+            return Part(at.expert_tensor, self.expert_tensor_size)
+        return Part(at.tensor, self.tensor)
+
+    def _layers_of_stages(self, layers: int) -> tuple[tuple[int, ...], ...]:
+        if self.stage_layers is None:
+            each = divide(layers, self.pipeline * self.virtual, "layers over pipeline * virtual")
+            return ((each,) * self.pipeline,) * self.virtual
+        total = sum(map(sum, self.stage_layers))
+        if total != layers:
+            raise LayoutError(f"stage_layers {self.stage_layers} place {total} layers, the model has {layers}")
+        return self.stage_layers
+
+    def layers(self, rank: int, layers: int) -> list[HeldLayer]:
+        """Chunk by chunk; chunk c of all stages comes before chunk c + 1 of any."""
+        return list(self._held(self.coordinates(rank).pipeline, self._layers_of_stages(layers)))
+
+    def _held(self, pipeline: int, stages: tuple[tuple[int, ...], ...]) -> Iterator[HeldLayer]:
+        first = 0
+        for chunk, counts in enumerate(stages):
+            for stage, count in enumerate(counts):
+                if stage == pipeline:
+                    yield from (HeldLayer(self._prefix(chunk), local, first + local) for local in range(count))
+                first += count
+
+    def _prefix(self, chunk: int) -> str:
+        return "" if self.virtual == 1 else f"model{chunk}."
+
+    def experts(self, rank: int, experts: int) -> range:
+        each = divide(experts, self.expert, "experts over expert parallelism")
+        first = self.coordinates(rank).expert * each
+        return range(first, first + each)
+
+    def first_prefix(self, rank: int) -> str | None:
+        """Prefix of the module with the embedding; None where the rank does not hold it."""
+        return self._prefix(0) if self.coordinates(rank).pipeline == 0 else None
+
+    def last_prefix(self, rank: int) -> str | None:
+        """Prefix of the module with the final norm and head; None where the rank does not hold it."""
+        return self._prefix(self.virtual - 1) if self.coordinates(rank).pipeline == self.pipeline - 1 else None
+
+    def padded_vocabulary(self, vocabulary: int, parts: int | None = None) -> int:
+        """Rows of the trainer's embedding over all ranks."""
+        return _round_up(vocabulary, self.vocabulary_multiple * (self.tensor if parts is None else parts))
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """One SGLang server: `tensor` GPUs; attention may be cut over fewer of them, experts over groups of them.
+
+    Attention is cut over tensor / data_attention ranks, an expert over tensor / expert ranks.
+    """
+
+    tensor: int = 1
+    expert: int = 1
+    data_attention: int = 1
+    """SGLang's --dp-size with --enable-dp-attention; 1: off."""
+    vocabulary_multiple: int = 64
+
+    def __post_init__(self) -> None:
+        divide(self.tensor, self.expert, "engine tensor over expert")
+        divide(self.tensor, self.data_attention, "engine tensor over data_attention")
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self.tensor:
+            raise LayoutError(f"rank {rank} is outside of an engine of {self.tensor} ranks")
+
+    def part(self, rank: int, axis: Axis) -> Part:
+        self._check(rank)
+        if axis is Axis.NONE:
+            return Part(0, 1)
+        if axis is Axis.EXPERT:
+            parts = self.tensor // self.expert
+        elif axis in (Axis.ATTENTION, Axis.EMBEDDING):
+            parts = self.tensor // self.data_attention
+        else:
+            parts = self.tensor
+        return Part(rank % parts, parts)
+
+    def layers(self, rank: int, layers: int) -> list[HeldLayer]:
+        self._check(rank)
+        return [HeldLayer("", layer, layer) for layer in range(layers)]
+
+    def experts(self, rank: int, experts: int) -> range:
+        each = divide(experts, self.expert, "experts over the engine's expert parallelism")
+        first = rank // (self.tensor // self.expert) * each
+        return range(first, first + each)
+
+    def first_prefix(self, rank: int) -> str | None:
+        return ""
+
+    def last_prefix(self, rank: int) -> str | None:
+        return ""
+
+    def padded_vocabulary(self, vocabulary: int, parts: int | None = None) -> int:
+        """SGLang pads to 64, and to 64 times the ranks where that does not come out even."""
+        parts = self.tensor if parts is None else parts
+        padded = _round_up(vocabulary, self.vocabulary_multiple)
+        return padded if padded % parts == 0 else _round_up(vocabulary, self.vocabulary_multiple * parts)

@@ -1,0 +1,1 @@
+"""Deadlines, process lifetimes and failure kinds."""

@@ -1,0 +1,202 @@
+"""The rollout role: `python -m slimerl.rollout SPEC [KEY=VALUE]…`.
+
+Flows in: the spec, its data and tokenizer. Flows out: the control service, announced in RUN_DIR/rollout.json.
+Ends with 0 on SIGTERM or `/shutdown`, with 2 where spec, data or tokenizer cannot be used.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from slimerl.engine.protocol import SamplingParams
+from slimerl.resilience.processes import die_with_parent
+from slimerl.rewards.pool import PoolError, WorkerPool
+from slimerl.rollout.admission import StalenessGate
+from slimerl.rollout.dispatch import Dispatcher
+from slimerl.rollout.engines import EngineClients
+from slimerl.rollout.evaluation import Evaluation
+from slimerl.rollout.judge import Judge
+from slimerl.rollout.loop_lag import LoopLag
+from slimerl.rollout.prompts import Prompt, PromptStream, read_rows, tokenize_rows
+from slimerl.rollout.router import LeastLoaded
+from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
+from slimerl.rollout.service import ControlService
+from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
+from slimerl.rollout.weights import WeightHold
+from slimerl.samples.messages import ADDRESS_FILE, ServiceAddress
+from slimerl.samples.rows import DataError
+from slimerl.samples.store import SampleStore
+from slimerl.spec import RunSpec, SpecError, load_spec
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+GRACE_S = 1.0
+"""For requests in progress when the role ends; they have been refused by then."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is read before the role serves anybody."""
+
+    tokenizer: PromptTokenizer
+    train: list[Prompt]
+    held_out: list[Prompt]
+
+
+def main(spec: RunSpec) -> int:
+    """Run the role to its end; returns its exit code."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        asyncio.run(serve(spec))
+    except (DataError, TokenizerError, PoolError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+async def serve(spec: RunSpec) -> None:
+    """Serve until SIGTERM, SIGINT or `/shutdown`."""
+    token = secrets.token_hex(16)
+    ended = asyncio.Event()
+    reward = WorkerPool(spec.reward.workers, spec.reward.timeout_s)
+    try:
+        # Both take seconds; neither needs the other.
+        inputs, _ = await asyncio.gather(asyncio.to_thread(read_inputs, spec), reward.start())
+        # Not before: until here a signal ends the process at once, and its workers with it.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        async with _service(spec, inputs, reward, token, ended) as service, _listening(spec, service, token):
+            await _until_ended(ended, service)
+    finally:
+        await reward.close()
+    logger.info("ended")
+
+
+async def _until_ended(ended: asyncio.Event, service: ControlService) -> None:
+    """Wait for the end, or raise what ended the scheduler or the clock."""
+    waiting = asyncio.ensure_future(ended.wait())
+    running = [asyncio.ensure_future(service.scheduler.run()), asyncio.ensure_future(service.lag.watch())]
+    try:
+        done, _ = await asyncio.wait([waiting, *running], return_when=asyncio.FIRST_COMPLETED)
+        service.stop()
+        for task in done:
+            task.result()
+    finally:
+        for task in (waiting, *running):
+            task.cancel()
+        await asyncio.gather(waiting, *running, return_exceptions=True)
+
+
+def read_inputs(spec: RunSpec) -> Inputs:
+    """Raises DataError, TokenizerError."""
+    tokenizer = PromptTokenizer(spec.model.path, spec.data)
+
+    def prompts(path: Path, at_most: int | None = None) -> list[Prompt]:
+        return tokenize_rows(read_rows(path)[:at_most], tokenizer.encode, spec.data.max_prompt_tokens, str(path))
+
+    eval_path = spec.data.eval_path
+    held_out = prompts(eval_path, spec.evaluation.max_prompts) if eval_path is not None else []
+    return Inputs(tokenizer, prompts(spec.data.train_path), held_out)
+
+
+@asynccontextmanager
+async def _service(
+    spec: RunSpec, inputs: Inputs, reward: WorkerPool, token: str, ended: asyncio.Event
+) -> AsyncIterator[ControlService]:
+    """The parts, put together."""
+    rollout, training = spec.rollout, spec.training
+    router = LeastLoaded(rollout.max_running_requests)
+    clients = EngineClients(spec.deadlines.request_s)
+    dispatcher = Dispatcher(router, clients, spec.deadlines.request_s)
+    judge = Judge(inputs.tokenizer.decode, reward)
+    params = SamplingParams(
+        rollout.max_new_tokens,
+        rollout.temperature,
+        rollout.top_p,
+        stop_token_ids=inputs.tokenizer.stop_token_ids,
+    )
+    scheduler = Scheduler(
+        SchedulerSettings(
+            training.prompts_per_step, rollout.samples_per_prompt, spec.seed, params, spec.reward.on_failure
+        ),
+        PromptStream(inputs.train, spec.seed),
+        StalenessGate(training.prompts_per_step, rollout.max_staleness, training.steps),
+        SampleStore(smallest_group=min(2, rollout.samples_per_prompt)),
+        dispatcher,
+        judge,
+    )
+    weights = WeightHold(dispatcher, clients, spec.engine.replicas, spec.deadlines.start_s)
+    evaluation = Evaluation(inputs.held_out, _evaluation_params(spec, params), spec.seed, dispatcher, judge)
+    lag = LoopLag()
+    service = ControlService(token, router, clients, scheduler, weights, evaluation, lag, shutdown=ended)
+    try:
+        yield service
+    finally:
+        await weights.close()
+        await dispatcher.close()
+        await clients.close()
+        judge.close()
+
+
+def _evaluation_params(spec: RunSpec, params: SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        spec.evaluation.max_new_tokens or params.max_new_tokens,
+        spec.evaluation.temperature,
+        stop_token_ids=params.stop_token_ids,
+    )
+
+
+@asynccontextmanager
+async def _listening(spec: RunSpec, service: ControlService, token: str) -> AsyncIterator[None]:
+    """Bound to the loopback interface and announced in the run directory."""
+    runner = web.AppRunner(service.application(), access_log=None, shutdown_timeout=GRACE_S)
+    await runner.setup()
+    address_path = spec.run_dir / ADDRESS_FILE
+    try:
+        await web.TCPSite(runner, HOST, spec.rollout.port).start()
+        port = runner.addresses[0][1]
+        announce(address_path, ServiceAddress(f"http://{HOST}:{port}", token, os.getpid()))
+        logger.info("serving on port %d", port)
+        yield
+    finally:
+        address_path.unlink(missing_ok=True)
+        await runner.cleanup()
+
+
+def announce(path: Path, address: ServiceAddress) -> None:
+    """Write the address for this user alone, all at once: a reader sees the whole file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.unlink(missing_ok=True)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        json.dump(msgspec.to_builtins(address), file)
+    part.replace(path)
+
+
+def _spec_from_arguments(arguments: list[str]) -> RunSpec:
+    if not arguments:
+        raise SpecError("usage: python -m slimerl.rollout SPEC [KEY=VALUE]...")
+    return load_spec(Path(arguments[0]), arguments[1:])
+
+
+if __name__ == "__main__":
+    die_with_parent(os.getppid())
+    try:
+        loaded = _spec_from_arguments(sys.argv[1:])
+    except SpecError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    sys.exit(main(loaded))

@@ -1,0 +1,109 @@
+"""The staleness rule: when a new group may be dispatched, and which finished groups make the next batch. Pure.
+
+Flows in: what became of the groups, and each new policy version. Flows out: `may_admit`, `choose_batch`.
+
+A group may be admitted only while (the rule of AReaL, here for every mode)::
+
+    accepted + running < (max_staleness + version + 1) * groups_per_step
+
+Example: 4 groups per step, max_staleness 0: four start under version 0, and not one more before version 1.
+
+Invariant: no group is trained more than `max_staleness` versions after its admission. The gate alone does not give
+that where finished groups overtake slow ones (a straggler of version 0 could wait for ever), so `choose_batch` lets
+a group be overtaken only as long as the coming batches have room for everything that must be in them. By induction
+that room is never short: before step k at most (max_staleness + 1) * groups_per_step groups are untrained.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slimerl.samples.store import GroupView
+
+
+def choose_batch(groups: Sequence[GroupView], step: int, groups_per_step: int, max_staleness: int) -> list[str] | None:
+    """The groups of the batch of `step` (batches taken before it): the oldest finished ones.
+
+    Args:
+        groups: every group that is in no batch yet, in admission order.
+
+    Returns:
+        Group ids in admission order; None while too few are finished, or while an unfinished one must not be
+        left behind.
+    """
+    chosen = [group.group_id for group in groups if group.ready][:groups_per_step]
+    if len(chosen) < groups_per_step:
+        return None
+    taken = set(chosen)
+    left = 0
+    for group in groups:
+        if group.group_id in taken:
+            continue
+        left += 1
+        # All that are left up to this one must fit into the batches up to the last step that may train it.
+        if left > (group.version + max_staleness - step) * groups_per_step:
+            return None
+    return chosen
+
+
+class GateError(RuntimeError):
+    """The gate was told something that cannot be."""
+
+
+@dataclass
+class StalenessGate:
+    """Counts are in groups. `steps`: the run ends there, so that nothing is admitted that no step would train."""
+
+    groups_per_step: int
+    max_staleness: int
+    steps: int
+    version: int = -1
+    """Newest policy version that engines serve; -1 before the first."""
+    running: int = 0
+    accepted: int = 0
+    """Finished and not dropped, since the start of the run: trained ones stay counted."""
+
+    @property
+    def limit(self) -> int:
+        """Groups that may have been admitted by now."""
+        if self.version < 0:
+            return 0
+        return min(self.max_staleness + self.version + 1, self.steps) * self.groups_per_step
+
+    def may_admit(self) -> bool:
+        return self.accepted + self.running < self.limit
+
+    def admit(self) -> None:
+        """Raises GateError when the rule forbids it."""
+        if not self.may_admit():
+            raise GateError(
+                f"group refused: {self.accepted} accepted + {self.running} running reach the limit of {self.limit} "
+                f"at version {self.version} with max_staleness {self.max_staleness}"
+            )
+        self.running += 1
+
+    def accept(self) -> None:
+        """A running group is ready."""
+        self._end_one()
+        self.accepted += 1
+
+    def drop(self) -> None:
+        """A running group came to nothing; another may take its place."""
+        self._end_one()
+
+    def advance(self, version: int) -> None:
+        """Engines serve `version` now. Raises GateError when it is older than the present one."""
+        if version < self.version:
+            raise GateError(f"policy version {version} is older than {self.version}")
+        self.version = version
+
+    def resume(self, version: int) -> None:
+        """Start again after `version` finished steps: exactly their groups count as accepted."""
+        if self.running:
+            raise GateError(f"cannot resume with {self.running} groups running")
+        self.version = version
+        self.accepted = version * self.groups_per_step
+
+    def _end_one(self) -> None:
+        if self.running == 0:
+            raise GateError("a group ended, but none is running")
+        self.running -= 1

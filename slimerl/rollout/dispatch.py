@@ -1,0 +1,290 @@
+"""Requests to engines: wait for a slot, send, and try again elsewhere where an engine failed.
+
+Flows in: `GenerateRequest`s of the scheduler and the evaluation, many at once. Flows out: a `Completion` for each, or
+`GenerationFailed` with its reason.
+Invariants: a request is under way only with a reservation of the router, and the reservation ends with it, whatever
+ends it (answer, failure, cancellation before, while or after the slot was granted); while dispatch is held nothing is
+sent; tokens of another version than the engine was to serve are never passed on.
+"""
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
+from slimerl.engine.protocol import Generation, SamplingParams
+from slimerl.resilience.deadline import DeadlineExceeded
+from slimerl.rollout.engines import Engines
+from slimerl.rollout.router import Query, Reservation, Router
+from slimerl.samples.messages import EngineState
+from slimerl.samples.sample import Sample
+
+logger = logging.getLogger(__name__)
+
+MAX_TRIES = 3
+"""Engines that one request may fail on before it is given up."""
+RETRY_DELAYS_S = (0.1, 0.5)
+"""Before the second and third try: an engine that has just restarted or shed load gets a moment."""
+SUSPECT_AFTER = 3
+"""Failures in a row after which an engine is asked whether it is healthy."""
+PROBE_S = 5.0
+_NAMED = 8
+"""Requests that an error names at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    request_id: str
+    group: str
+    tokens: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    generation: Generation
+    engine_id: str
+    tries: int
+
+
+class GenerationFailed(RuntimeError):
+    """No engine generated this. `reason`: one word, for counting."""
+
+    def __init__(self, request_id: str, reason: str, detail: str) -> None:
+        super().__init__(f"{request_id}: {reason}: {detail}")
+        self.reason = reason
+
+
+class _TryFailed(Exception):
+    """One try came to nothing. `again`: another one may succeed. `suspect`: the engine may be at fault."""
+
+    def __init__(self, reason: str, detail: str, again: bool, suspect: bool) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.again = again
+        self.suspect = suspect
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    query: Query
+    slot: "asyncio.Future[Reservation]"
+
+
+@dataclass
+class Dispatcher:
+    """`changed` is called whenever a slot came free or an engine changed its state."""
+
+    router: Router
+    engines: Engines
+    request_s: float
+    changed: Callable[[], None] = lambda: None
+    _held: bool = False
+    _urgent: deque[_Waiter] = field(default_factory=deque)
+    _waiting: deque[_Waiter] = field(default_factory=deque)
+    _failures: Counter[str] = field(default_factory=Counter)
+    """Per engine, since it last answered well."""
+    _probes: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(
+        self, request: GenerateRequest, started: Callable[[], None] = lambda: None, urgent: bool = False
+    ) -> Completion:
+        """Generate, on the engine that the router names.
+
+        Args:
+            started: called once, when the request is first sent.
+            urgent: goes before all that are not.
+
+        Raises:
+            GenerationFailed: every try failed, or the request itself is refused.
+        """
+        avoid: frozenset[str] = frozenset()
+        for number in range(1, MAX_TRIES + 1):
+            query = Query(request.request_id, request.group, request.tokens, request.params.max_new_tokens, avoid)
+            slot = await self._acquire(query, urgent)
+            try:
+                if number == 1:
+                    started()
+                return Completion(await self._try(slot, request, number), slot.engine_id, number)
+            except _TryFailed as failure:
+                if not failure.again or number == MAX_TRIES:
+                    raise GenerationFailed(request.request_id, failure.reason, str(failure)) from failure
+                logger.warning("%s failed on %s, tried again: %s", request.request_id, slot.engine_id, failure)
+            finally:
+                self._release(slot)
+            avoid |= {slot.engine_id}
+            await asyncio.sleep(RETRY_DELAYS_S[number - 1])
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    def has_room(self) -> bool:
+        """Would a request be sent at once?"""
+        if self._held or self._waiting or self._urgent:
+            return False
+        return self.router.route(Query("")) is not None
+
+    def refresh(self) -> None:
+        """Engines joined or changed: grant what can be granted."""
+        self._grant()
+        self.changed()
+
+    async def hold(self, deadline_s: float) -> None:
+        """Send nothing more, and wait until nothing is under way.
+
+        Raises:
+            DeadlineExceeded: naming the requests that did not end; dispatch goes on then.
+        """
+        self._held = True
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self.router.running():
+                    self._idle.clear()
+                    await self._idle.wait()
+        except BaseException as error:
+            named = ", ".join(f"{one.session} on {one.engine_id}" for one in self.router.running()[:_NAMED])
+            count = len(self.router.running())
+            self.resume()
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(
+                    f"waited {deadline_s:g} s for {count} requests to end before a weight update: {named}"
+                ) from None
+            raise
+
+    def resume(self) -> None:
+        """End a hold."""
+        self._held = False
+        self.refresh()
+
+    @property
+    def held(self) -> bool:
+        return self._held
+
+    async def close(self) -> None:
+        for probe in self._probes.values():
+            probe.cancel()
+        await asyncio.gather(*self._probes.values(), return_exceptions=True)
+
+    # --- slots
+
+    async def _acquire(self, query: Query, urgent: bool) -> Reservation:
+        lane = self._urgent if urgent else self._waiting
+        waiter = _Waiter(query, asyncio.get_running_loop().create_future())
+        lane.append(waiter)
+        self._grant()
+        try:
+            return await waiter.slot
+        except asyncio.CancelledError:
+            # Cancelled between the grant and its arrival here: the slot is this request's to give back.
+            if waiter.slot.done() and not waiter.slot.cancelled():
+                self._release(waiter.slot.result())
+            elif waiter in lane:
+                lane.remove(waiter)
+            raise
+
+    def _grant(self) -> None:
+        """Slots for those who wait, oldest first, urgent ones before all."""
+        if self._held:
+            return
+        for lane in (self._urgent, self._waiting):
+            skipped: list[_Waiter] = []
+            while lane:
+                waiter = lane.popleft()
+                if waiter.slot.done():
+                    continue
+                engine_id = self.router.route(waiter.query)
+                if engine_id is not None:
+                    waiter.slot.set_result(self.router.reserve(engine_id, waiter.query))
+                    continue
+                skipped.append(waiter)
+                # One that avoids an engine must not keep others from it.
+                if not waiter.query.avoid:
+                    break
+            lane.extendleft(reversed(skipped))
+
+    def _release(self, slot: Reservation) -> None:
+        self.router.end(slot)
+        if not self.router.running():
+            self._idle.set()
+        self.refresh()
+
+    # --- one try
+
+    async def _try(self, slot: Reservation, request: GenerateRequest, number: int) -> Generation:
+        version = self.router.version
+        try:
+            generation = await self._ask(slot.engine_id, request, number)
+            _check(generation, version, request)
+        except _TryFailed as failure:
+            if failure.suspect:
+                self._suspect(slot.engine_id)
+            if failure.reason == "wrong_version":
+                logger.error("engine %s is quarantined: %s", slot.engine_id, failure)
+                self.router.quarantine(slot.engine_id, str(failure))
+            raise
+        self._failures.pop(slot.engine_id, None)
+        return generation
+
+    async def _ask(self, engine_id: str, request: GenerateRequest, number: int) -> Generation:
+        try:
+            return await self.engines[engine_id].generate(
+                request.tokens,
+                request.params,
+                request_id=f"{request.request_id}#{number}",
+                timeout_s=self.request_s,
+            )
+        except EngineTimeout as error:
+            raise _TryFailed("timeout", str(error), again=True, suspect=True) from error
+        except EngineUnreachable as error:
+            raise _TryFailed("unreachable", str(error), again=True, suspect=True) from error
+        except EngineRefused as error:
+            # 4xx: the request itself is at fault, and another engine would say the same.
+            again = error.status >= 500 or error.status in (408, 429)
+            raise _TryFailed("engine_error" if again else "refused", str(error), again, suspect=again) from error
+        except EngineError as error:
+            raise _TryFailed("bad_answer", str(error), again=False, suspect=False) from error
+
+    def _suspect(self, engine_id: str) -> None:
+        self._failures[engine_id] += 1
+        if self._failures[engine_id] >= SUSPECT_AFTER and engine_id not in self._probes:
+            task = asyncio.get_running_loop().create_task(self._probe(engine_id))
+            self._probes[engine_id] = task
+            task.add_done_callback(lambda _: self._probes.pop(engine_id, None))
+
+    async def _probe(self, engine_id: str) -> None:
+        info = self.router.engine(engine_id)
+        healthy = await self.engines[engine_id].healthy(timeout_s=PROBE_S)
+        failures = self._failures.pop(engine_id, 0)
+        joined_again = self.router.engine(engine_id).url != info.url
+        if healthy or joined_again or self.router.engine(engine_id).state is EngineState.DEAD:
+            return
+        reason = f"{failures} requests in a row failed, and it does not answer as healthy"
+        logger.error("engine %s is taken for dead: %s", engine_id, reason)
+        self.router.leave(engine_id, reason)
+        self.refresh()
+
+
+def _check(generation: Generation, version: int, request: GenerateRequest) -> None:
+    if generation.finish_reason == "abort":
+        raise _TryFailed("aborted", "the engine aborted the request", again=True, suspect=False)
+    if not generation.tokens:
+        raise _TryFailed("empty", "the engine generated no token", again=False, suspect=False)
+    if len(generation.tokens) > request.params.max_new_tokens:
+        detail = f"{len(generation.tokens)} tokens where {request.params.max_new_tokens} were asked for"
+        raise _TryFailed("bad_answer", detail, again=False, suspect=False)
+    wrong = set(generation.versions) - {version}
+    if wrong:
+        detail = f"it generated with weights of version {sorted(wrong)} where {version} is required"
+        raise _TryFailed("wrong_version", detail, again=True, suspect=False)
+
+
+def append_generation(sample: Sample, generation: Generation) -> None:
+    """Append what the engine generated, one span of equal policy version after the other."""
+    start = 0
+    versions = generation.versions
+    for end in range(1, len(versions) + 1):
+        if end == len(versions) or versions[end] != versions[start]:
+            sample.append(generation.tokens[start:end], generation.logprobs[start:end], versions[start])
+            start = end
+    sample.finish_reason = generation.finish_reason

@@ -1,0 +1,184 @@
+"""What the KV-aware router believes of each engine, in arrays, so that one decision weighs all engines at once. Pure.
+
+Flows in: engines that take and leave a seat, requests as they are sent and as they end. Flows out: the cost, in
+seconds, of sending a request to each engine.
+
+The cost of a seat = waiting time + missing prompt tokens / prefill rate + expected new tokens * slope * running
+requests + KV pressure; an engine out of service or without room costs infinitely much.
+
+Invariant: what a request adds to its seat is taken off exactly once, and never from the engine that took the seat
+over meanwhile (a seat is an incarnation; its slot number may be given out again).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+KV_FREE_USE = 0.7
+"""Share of an engine's KV cache up to which it is not short of KV: the rest serves as prefix cache."""
+KV_PRESSURE_S = 2.0
+"""Cost of a full KV cache: about the re-prefill of one long request that is retracted for want of KV."""
+TIE_S = 1e-3
+"""Costs closer than this are a tie: the estimates are coarser."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """What an engine is able to do. The defaults suit an 8B to 30B model on one current data-centre GPU; only their
+    ratio weighs: how many running requests more are worth the prefill of a prompt."""
+
+    slots: int = 64
+    """Requests that decode at once; further ones wait in the engine."""
+    kv_tokens: int = 400_000
+    prefill_tokens_per_s: float = 15_000.0
+    step_s: float = 0.01
+    """A decode step of one request."""
+    step_per_request_s: float = 2.5e-5
+    """Slope: what one more running request adds to a decode step, and so to each token of the others."""
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One incarnation of an engine."""
+
+    engine_id: str
+    slot: int
+    model: EngineModel
+    serving: bool = False
+    load: int = 0
+    """Requests in flight."""
+    kv: int = 0
+    """Tokens of KV that they hold, or will."""
+    expected: int = 0
+    """Tokens that they are expected to generate."""
+    gone: bool = False
+
+
+@dataclass(slots=True)
+class Fleet:
+    """`capacity`: requests in flight per engine. `clock`: seconds, monotonic; without one waiting time is not
+    estimated."""
+
+    capacity: int
+    clock: Callable[[], float] | None = None
+    seats: list[Seat | None] = field(default_factory=list)
+    """By slot."""
+    total_load: int = 0
+    """Of serving engines."""
+    total_slots: int = 0
+    serving: int = 0
+    _count: int = 0
+    _free: list[int] = field(default_factory=list)
+    _decode: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Slope * running requests."""
+    _closed: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Waiting for a slot, and KV pressure; infinite where nothing may be sent."""
+    _prefill: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Seconds per prompt token."""
+    _prefilled_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """When the prompts that were sent so far will be prefilled."""
+    _last_chosen: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    def add(self, engine_id: str, model: EngineModel) -> Seat:
+        """A seat for an engine, out of service."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        seat = Seat(engine_id, slot, model)
+        self.seats[slot] = seat
+        self._decode[slot] = 0.0
+        self._closed[slot] = np.inf
+        self._prefill[slot] = 1.0 / model.prefill_tokens_per_s
+        self._prefilled_at[slot] = 0.0
+        self._last_chosen[slot] = self._count
+        return seat
+
+    def remove(self, seat: Seat) -> None:
+        """The engine is gone; its slot may be given to another. What its requests added ends with them."""
+        self.serve(seat, False)
+        seat.gone = True
+        self.seats[seat.slot] = None
+        self._free.append(seat.slot)
+
+    def serve(self, seat: Seat, serving: bool) -> None:
+        """In or out of service."""
+        if serving is seat.serving:
+            return
+        seat.serving = serving
+        sign = 1 if serving else -1
+        self.serving += sign
+        self.total_slots += sign * seat.model.slots
+        self.total_load += sign * seat.load
+        self._price(seat)
+
+    def take(self, seat: Seat, kv: int, missing: int, expected: int) -> None:
+        """A request is sent: it holds `kv` tokens until it ends; `missing` of its prompt are to be prefilled."""
+        self._count += 1
+        self._last_chosen[seat.slot] = self._count
+        self._load(seat, 1, kv, expected)
+        if self.clock is not None:
+            start = max(float(self._prefilled_at[seat.slot]), self.clock())
+            self._prefilled_at[seat.slot] = start + missing / seat.model.prefill_tokens_per_s
+
+    def give_back(self, seat: Seat, kv: int, expected: int) -> None:
+        """A request has ended; the arguments are those of its `take`."""
+        self._load(seat, -1, -kv, -expected)
+
+    def open(self, seat: Seat) -> bool:
+        """Serving, and with room for one more."""
+        return seat.serving and seat.load < self.capacity
+
+    def costs(self, prompt: int, expected: int) -> np.ndarray:
+        """Seconds by slot for a request of `prompt` tokens, none of them cached, and `expected` new ones."""
+        costs = self._decode * expected
+        costs += self._closed
+        if prompt:
+            costs += self._prefill * prompt
+        if self.clock is not None:
+            costs += np.maximum(self._prefilled_at - self.clock(), 0.0)
+        return costs
+
+    def least(self, costs: np.ndarray) -> Seat | None:
+        """The seat of least cost, among equals the least recently chosen; None where all are infinite."""
+        least = costs.min() if costs.size else np.inf
+        if least == np.inf:
+            return None
+        tied = (costs <= least + TIE_S).nonzero()[0]
+        slot = tied[0] if tied.size == 1 else tied[self._last_chosen[tied].argmin()]
+        return self.seats[slot]
+
+    def _load(self, seat: Seat, requests: int, kv: int, expected: int) -> None:
+        seat.load += requests
+        seat.kv += kv
+        seat.expected += expected
+        if seat.gone:
+            return
+        if seat.serving:
+            self.total_load += requests
+        self._price(seat)
+
+    def _price(self, seat: Seat) -> None:
+        if not self.open(seat):
+            self._closed[seat.slot] = np.inf
+            return
+        model, load = seat.model, seat.load
+        self._decode[seat.slot] = model.step_per_request_s * load
+        price = 0.0
+        short = seat.kv / model.kv_tokens - KV_FREE_USE
+        if short > 0:
+            price = KV_PRESSURE_S * short / (1.0 - KV_FREE_USE)
+        if load >= model.slots:
+            # One slot comes free each time that one of `slots` requests has generated its mean share.
+            step = model.step_s + model.step_per_request_s * model.slots
+            price += (load - model.slots + 1) * (seat.expected / load) * step / model.slots
+        self._closed[seat.slot] = price
+
+    def _grow(self) -> None:
+        old = len(self.seats)
+        new = max(8, 2 * old)
+        self.seats.extend([None] * (new - old))
+        self._free.extend(range(new - 1, old - 1, -1))
+        for name, fill in (("_decode", 0.0), ("_closed", np.inf), ("_prefill", 0.0), ("_prefilled_at", 0.0)):
+            setattr(self, name, np.concatenate([getattr(self, name), np.full(new - old, fill)]))
+        self._last_chosen = np.concatenate([self._last_chosen, np.zeros(new - old)])

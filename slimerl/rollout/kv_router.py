@@ -1,0 +1,230 @@
+"""Which engine a request goes to, by what each engine has cached and by what it has to do. Pure: no I/O.
+
+Flows in: engines as they join, change state and leave; queries with token ids. Flows out: an engine's id, and
+reservations. The engines' states and the reservations themselves are those of `LeastLoaded`; this is another choice.
+
+A session stays where its KV is while that engine is not crowded (`_stays`). Siblings of a group go where their prompt
+is, up to a cap per engine (`_homes`). All else goes to the engine of least cost (`kv_fleet`).
+
+Invariants: those of `router`; KV of other weights is never counted as cached; memory is bounded (`kv_memory`,
+`prefix_index`); what a request adds to its engine ends with its reservation.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from slimerl.rollout.kv_fleet import EngineModel, Fleet, Seat
+from slimerl.rollout.kv_memory import Memory, Session
+from slimerl.rollout.prefix_index import BLOCK_TOKENS, PrefixIndex, hash_blocks
+from slimerl.rollout.router import LeastLoaded, Query, Reservation, RouterError
+from slimerl.samples.messages import EngineInfo, EngineState
+
+PIN_SLOTS = 2
+"""A session stays on an engine of so few requests whatever the others do: there is nothing to gain elsewhere."""
+PIN_LOAD = 1.25
+"""... and on one of up to so many times the mean load: below that, moving costs more prefill than it saves decode."""
+PIN_KV_USE = 0.9
+"""An engine whose KV is used to this degree is about to retract requests: its sessions are weighed anew."""
+SATURATED_LOAD = 0.75
+"""Share of all decode slots in use from which a group is spread over two engines: below, one engine takes a whole
+group without making it wait; above, a group of long answers would keep one engine busy while others run dry."""
+SPREAD_WHEN_SATURATED = 2
+"""Each further engine prefills the prompt once more; two keep 0.97 of the hits and halve the clumping."""
+HOME_LOAD = 1.25
+"""A sibling follows its group only to an engine of at most so many times the mean load (or of idle slots)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What was found out when a query was routed, for its reservation."""
+
+    query: Query
+    keys: list[int]
+    found: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a reservation added to its seat."""
+
+    seat: Seat
+    kv: int
+    prompt: int
+    expected: int
+    version: int
+
+
+class KvRouter:
+    """`slimerl.rollout.router.Router`, aware of prefixes.
+
+    Args:
+        capacity: requests in flight per engine.
+        siblings: sessions of a group.
+        model: what each engine is able to do; `models` overrides it per engine id.
+        clock: seconds, monotonic, for the estimate of the prefill still to be done; None: no such estimate.
+        memory: bounds of what is remembered of sessions and groups.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        siblings: int = 8,
+        model: EngineModel | None = None,
+        models: Mapping[str, EngineModel] | None = None,
+        clock: Callable[[], float] | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        self.siblings = siblings
+        self._roster = LeastLoaded(capacity)
+        self._fleet = Fleet(capacity, clock)
+        self._model = model or EngineModel()
+        self._models = dict(models or {})
+        self._index = PrefixIndex()
+        self._memory = memory or Memory()
+        self._seats: dict[str, Seat] = {}
+        self._draining: set[str] = set()
+        self._held: dict[int, _Held] = {}
+        self._plan: _Plan | None = None
+
+    # --- engines
+
+    @property
+    def version(self) -> int:
+        """Version that engines must serve; -1 before the first release."""
+        return self._roster.version
+
+    def join(self, engine: EngineInfo) -> None:
+        """Add an engine, JOINING; one of the same id (a restarted engine) is replaced, its cache forgotten."""
+        self._roster.join(engine)
+        self._vacate(engine.engine_id)
+        model = self._models.get(engine.engine_id, self._model)
+        seat = self._seats[engine.engine_id] = self._fleet.add(engine.engine_id, model)
+        self._index.add(seat.slot, max(1, model.kv_tokens // BLOCK_TOKENS))
+
+    def leave(self, engine_id: str, reason: str) -> None:
+        """The engine is gone: DEAD, never routed to. It may join again."""
+        self._roster.leave(engine_id, reason)
+        self._vacate(engine_id)
+
+    def quarantine(self, engine_id: str, reason: str) -> None:
+        """DIRTY until a release names it whole; its cache is not to be trusted either."""
+        self._roster.quarantine(engine_id, reason)
+        self._settle()
+
+    def drain(self, engine_id: str) -> None:
+        """Nothing new is sent to the engine; what runs there ends there. Ends when it joins again."""
+        self._roster.engine(engine_id)
+        self._draining.add(engine_id)
+        self._settle()
+
+    def release(self, version: int, whole: Iterable[str], dirty: Mapping[str, str]) -> None:
+        """As `LeastLoaded.release`; all KV of an older version is forgotten."""
+        self._roster.release(version, whole, dirty)
+        self._plan = None
+        if version != self._index.version:
+            self._index.renew(version)
+        self._settle()
+
+    def engine(self, engine_id: str) -> EngineInfo:
+        """Raises RouterError for an unknown id."""
+        return self._seen(self._roster.engine(engine_id))
+
+    def engines(self) -> list[EngineInfo]:
+        return [self._seen(info) for info in self._roster.engines()]
+
+    def reasons(self) -> dict[str, str]:
+        """Why each engine that is out of service is so."""
+        reasons = self._roster.reasons()
+        reasons.update({name: "it is being drained" for name in self._draining if name not in reasons})
+        return reasons
+
+    # --- requests
+
+    def route(self, query: Query) -> str | None:
+        """The engine for this request, or None while no serving engine has room."""
+        session = self._memory.session(query.session)
+        if session is not None and session.seat is not None and self._stays(session.seat, query):
+            return session.seat.engine_id
+        costs = self._costs(query, session)
+        others = 0
+        for engine_id in query.avoid:
+            seat = self._seats.get(engine_id)
+            if seat is not None:
+                costs[seat.slot] = np.inf
+                others += seat.serving
+        seat = self._choose(query, session, costs)
+        if seat is None and others and self._fleet.serving == others:
+            seat = self._fleet.least(self._costs(query, session))
+        return seat.engine_id if seat is not None else None
+
+    def reserve(self, engine_id: str, query: Query) -> Reservation:
+        """Take a slot of an engine that `route` named.
+
+        Raises:
+            RouterError: the engine is unknown, not in service, or full.
+        """
+        if engine_id in self._draining:
+            raise RouterError(f"engine {engine_id} is being drained: nothing new is sent to it")
+        reservation = self._roster.reserve(engine_id, query)
+        seat = self._seats[engine_id]
+        session = self._memory.session(query.session)
+        plan = self._plan
+        if plan is None or plan.query is not query:
+            plan = self._plan_of(query, session)
+        self._plan = None
+        prompt = len(query.tokens) if query.tokens is not None else 0
+        cached = self._cached(seat, session, plan, prompt)
+        stays = session is not None and session.seat is seat and session.version == self.version
+        shared = session.shared if stays and session is not None else cached
+        kv = max(0, prompt - shared) + query.expected_new_tokens
+        self._fleet.take(seat, kv, prompt - cached, query.expected_new_tokens)
+        self._held[reservation.number] = _Held(seat, kv, prompt, query.expected_new_tokens, self.version)
+        self._index.insert(seat.slot, self.version, plan.keys)
+        if query.session:
+            session = self._memory.sent(query.session, query.group, plan.keys, seat)
+            session.version, session.held, session.shared = self.version, prompt, shared
+        return reservation
+
+    def end(self, reservation: Reservation, generated: int = 0) -> None:
+        """Give the slot back. `generated`: tokens that the engine has cached now behind the prompt.
+
+        Raises:
+            RouterError: it was given back already.
+        """
+        self._roster.end(reservation)
+        held = self._held.pop(reservation.number)
+        self._fleet.give_back(held.seat, held.kv, held.expected)
+        session = self._memory.session(reservation.session) if generated else None
+        if session is not None and session.seat is held.seat and session.version == held.version:
+            session.held = max(session.held, held.prompt + generated)
+
+    def running(self) -> list[Reservation]:
+        """Reservations not yet ended, oldest first."""
+        return self._roster.running()
+
+    def load(self, engine_id: str) -> int:
+        """Requests in flight on an engine."""
+        return self._roster.load(engine_id)
+
+    # --- choice
+
+    def _stays(self, seat: Seat, query: Query) -> bool:
+        """Does a session stay on the engine that has its KV?"""
+        fleet = self._fleet
+        if not fleet.open(seat) or seat.engine_id in query.avoid:
+            return False
+        if seat.kv > PIN_KV_USE * seat.model.kv_tokens:
+            return False
+        return seat.load <= PIN_SLOTS or seat.load * fleet.serving <= PIN_LOAD * fleet.total_load
+
+    def _costs(self, query: Query, session: Session | None) -> np.ndarray:
+        """Seconds by slot; the plan is kept for the reservation that follows."""
+        plan = self._plan = self._plan_of(query, session)
+        prompt = len(query.tokens) if query.tokens is not None else 0
+        costs = self._fleet.costs(prompt, query.expected_new_tokens)
+        for slot, blocks in plan.found.items():
+            costs[slot] -= blocks * BLOCK_TOKENS * self._fleet.prefill_s(slot)
+        return costs

@@ -1,0 +1,116 @@
+"""Prompts: checked rows, tokenised, in an order that a cursor alone can resume.
+
+Flows in: JSONL rows (`slimerl.samples.rows`) and a way to encode text. Flows out: `Prompt`s, and from `PromptStream`
+the prompt at any position of the endless sequence of shuffled epochs.
+Invariants: a prompt that is too long is refused before the run starts; the order is a pure function of the seed, the
+epoch and the ids (not of the rows' order in the file).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from slimerl.samples.rows import DataError, Row, parse_rows, raise_faults
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    prompt_id: str
+    tokens: tuple[int, ...]
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A prompt as it comes up in one epoch; `group_id` is unique over the run."""
+
+    group_id: str
+    epoch: int
+    prompt: Prompt
+
+
+def read_rows(path: Path, target: str = "answer") -> list[Row]:
+    """Read and check a JSONL file. Raises DataError: file and line of each fault, or why it cannot be read."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return parse_rows(lines, str(path), target)
+    except OSError as error:
+        raise DataError(f"{path}: cannot read the data: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def tokenize_rows(rows: Sequence[Row], encode: Encode, max_tokens: int, source: str) -> list[Prompt]:
+    """Encode every prompt.
+
+    Args:
+        encode: text of a prompt → token ids, chat template included.
+        max_tokens: `data.max_prompt_tokens`.
+        source: name of the file in errors.
+
+    Raises:
+        DataError: prompts longer than `max_tokens`, or that encode to nothing.
+    """
+    prompts = []
+    faults = []
+    for row in rows:
+        tokens = tuple(encode(row.prompt))
+        if not tokens:
+            faults.append(f"{source}:{row.line}: prompt of id '{row.row_id}' has no tokens")
+        elif len(tokens) > max_tokens:
+            faults.append(
+                f"{source}:{row.line}: prompt of id '{row.row_id}' has {len(tokens)} tokens, more than "
+                f"data.max_prompt_tokens = {max_tokens}; shorten it or raise the bound"
+            )
+        else:
+            prompts.append(Prompt(row.row_id, tokens, row.target))
+    raise_faults(faults)
+    return prompts
+
+
+@dataclass
+class PromptStream:
+    """Epoch after epoch of all prompts, each epoch in an order of its own. `cursor`: prompts drawn so far."""
+
+    prompts: Sequence[Prompt]
+    seed: int
+    cursor: int = 0
+    _epoch: int = field(default=-1, init=False)
+    _order: list[int] = field(default_factory=list, init=False)
+
+    def draw(self) -> Drawn:
+        """The next prompt."""
+        drawn = self.at(self.cursor)
+        self.cursor += 1
+        return drawn
+
+    def at(self, position: int) -> Drawn:
+        """The prompt at a position of the sequence, counted over all epochs."""
+        epoch, place = divmod(position, len(self.prompts))
+        if epoch != self._epoch:
+            self._order = shuffled([prompt.prompt_id for prompt in self.prompts], self.seed, epoch)
+            self._epoch = epoch
+        prompt = self.prompts[self._order[place]]
+        return Drawn(f"{epoch}/{prompt.prompt_id}", epoch, prompt)
+
+
+def shuffled(ids: Sequence[str], seed: int, epoch: int) -> list[int]:
+    """Places of `ids` in the order of a hash of (seed, epoch, id): the same on every machine and library version."""
+    return sorted(range(len(ids)), key=lambda place: (_hash(f"{seed}/{epoch}/{ids[place]}"), place))
+
+
+def sampling_seed(run_seed: int, sample_id: str, attempt: int) -> int:
+    """Seed that is sent with a request, in 31 bits: a replayed run draws the same tokens, however it is batched.
+
+    `attempt` counts how often the sample was drawn anew; a request that is repeated because an engine failed is the
+    same attempt, so that the fault leaves no trace in the tokens.
+    """
+    return _hash(f"{run_seed}/{sample_id}/{attempt}") & 0x7FFF_FFFF
+
+
+def _hash(text: str) -> int:
+    return xxhash.xxh64_intdigest(text.encode())

@@ -1,0 +1,245 @@
+"""Keeps groups of samples under way while gate and router admit, and hands out finished batches.
+
+Flows in: prompts, new policy versions. Flows out: `BatchManifest`s and payloads, through the sample store.
+Invariants: a group is admitted only by the staleness gate; every sample of it reaches the store's books as rewarded
+or dropped with a reason, whatever happens to the task that makes it (an answer, a failure, a cancellation even before
+its first step, a bug); the loop outlives them all.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+from slimerl.engine.protocol import SamplingParams
+from slimerl.rewards.outcome import UNPARSABLE_REWARD, Failed, Outcome, Scored, Unparsable
+from slimerl.rollout.admission import StalenessGate, choose_batch
+from slimerl.rollout.dispatch import Dispatcher, GenerateRequest, GenerationFailed, append_generation
+from slimerl.rollout.judge import Judge
+from slimerl.rollout.prompts import Drawn, PromptStream, sampling_seed
+from slimerl.rollout.statistics import GroupRecord, batch_metrics
+from slimerl.samples.messages import BatchManifest
+from slimerl.samples.sample import Sample
+from slimerl.samples.store import GroupState, SampleStore
+
+logger = logging.getLogger(__name__)
+
+HOPELESS_BATCHES = 2
+HOPELESS_GROUPS = 8
+"""So many batches' worth of groups lost in a row, and no fewer than so many groups, stop the run: more of the same
+would not help."""
+
+
+class RolloutStopped(RuntimeError):
+    """No batch will come any more; the message says why."""
+
+
+class SampleLost(Exception):
+    """A sample came to nothing. `reason`: for counting."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """`params` are those of every sample but for the seed."""
+
+    groups_per_step: int
+    samples_per_group: int
+    run_seed: int
+    params: SamplingParams
+    on_reward_failure: Literal["drop", "zero"] = "drop"
+
+
+@dataclass
+class Scheduler:
+    """`run()` is the loop; everything else is called by the service."""
+
+    settings: SchedulerSettings
+    prompts: PromptStream
+    gate: StalenessGate
+    store: SampleStore
+    dispatcher: Dispatcher
+    judge: Judge
+    progressed: Callable[[], None] = lambda: None
+    """Called whenever a batch may have become ready, or impossible."""
+    batches_taken: int = 0
+    stopped: str = ""
+    """Why no batch will come any more."""
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    _records: dict[str, GroupRecord] = field(default_factory=dict)
+    _manifests: dict[str, BatchManifest] = field(default_factory=dict)
+    _dropped_before: Counter[str] = field(default_factory=Counter)
+    _lost_in_a_row: int = 0
+
+    async def run(self) -> None:
+        """Admit groups until cancelled; ends the samples under way then."""
+        try:
+            while True:
+                while not self.stopped and self.gate.may_admit() and self.dispatcher.has_room():
+                    self._admit(self.prompts.draw())
+                    # The new tasks run up to their slots now, so that `has_room` knows of them.
+                    await asyncio.sleep(0)
+                self._wake.clear()
+                await self._wake.wait()
+        finally:
+            await self.close()
+
+    def wake(self) -> None:
+        """A slot came free, an engine changed, or a new version is out."""
+        self._wake.set()
+
+    def advance(self, version: int) -> None:
+        """Engines serve `version`."""
+        self.gate.advance(version)
+        self.wake()
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- batches
+
+    def take_batch(self, step: int) -> BatchManifest | None:
+        """The batch of `step`, leased; None while it is not complete. Asked again it is the same batch.
+
+        Raises:
+            StoreError: it was trained already.
+            RolloutStopped: it will never be complete.
+        """
+        batch_id = f"step-{step}"
+        if self.store.batch(batch_id) is not None:
+            return self._manifests[batch_id]
+        settings, gate = self.settings, self.gate
+        if self.batches_taken >= gate.steps:
+            raise RolloutStopped(f"all {gate.steps} batches of the run have been handed out (training.steps)")
+        chosen = choose_batch(self.store.unleased(), self.batches_taken, settings.groups_per_step, gate.max_staleness)
+        if chosen is None:
+            if self.stopped:
+                raise RolloutStopped(self.stopped)
+            return None
+        batch = self.store.lease(batch_id, chosen)
+        self.batches_taken += 1
+        dropped = Counter(self.store.counts().dropped)
+        records = [self._records.pop(group_id) for group_id in chosen]
+        metrics = batch_metrics(batch.samples, records, dropped - self._dropped_before, gate.version)
+        self._dropped_before = dropped
+        manifest = BatchManifest(batch_id, step, list(batch.samples), metrics)
+        self._manifests[batch_id] = manifest
+        return manifest
+
+    def trained(self, batch_id: str) -> None:
+        """The trainer is done with a batch. Raises StoreError."""
+        self.store.trained(batch_id)
+        self._manifests.pop(batch_id, None)
+
+    # --- groups
+
+    def _admit(self, drawn: Drawn) -> None:
+        self.gate.admit()
+        prompt = drawn.prompt
+        samples = [
+            Sample(f"{drawn.group_id}/{number}", drawn.group_id, prompt.prompt_id, prompt.tokens)
+            for number in range(self.settings.samples_per_group)
+        ]
+        self.store.admit(drawn.group_id, samples, self.gate.version)
+        self._records[drawn.group_id] = GroupRecord()
+        for sample in samples:
+            task = asyncio.get_running_loop().create_task(self._make(sample, prompt.answer))
+            self._tasks[sample.sample_id] = task
+            # Not a `finally` in the task: one that is cancelled before its first step never gets there.
+            task.add_done_callback(partial(self._ended, sample))
+
+    def _ended(self, sample: Sample, task: "asyncio.Task[None]") -> None:
+        """Book what came of a sample's task."""
+        del self._tasks[sample.sample_id]
+        if task.cancelled():
+            reason = "cancelled"
+        elif (error := task.exception()) is None:
+            self._settle(sample.group_id, self.store.rewarded(sample.sample_id))
+            return
+        elif isinstance(error, SampleLost):
+            reason = error.reason
+        else:
+            logger.error("sample %s: an unexpected error", sample.sample_id, exc_info=error)
+            reason = "internal_error"
+        logger.warning("sample %s is dropped: %s", sample.sample_id, reason)
+        self._settle(sample.group_id, self.store.drop(sample.sample_id, reason))
+
+    def _settle(self, group_id: str, state: GroupState) -> None:
+        """Tell the gate what became of the group, if it is settled."""
+        if state is GroupState.OPEN:
+            return
+        if state is GroupState.READY:
+            self._records[group_id].ready_s = time.monotonic()
+            self.gate.accept()
+            self._lost_in_a_row = 0
+        else:
+            logger.warning("group %s is dropped: too few of its samples are left", group_id)
+            del self._records[group_id]
+            self.gate.drop()
+            self._lost_in_a_row += 1
+            self._give_up_if_hopeless()
+        self.wake()
+        self.progressed()
+
+    def _give_up_if_hopeless(self) -> None:
+        limit = max(HOPELESS_GROUPS, HOPELESS_BATCHES * self.settings.groups_per_step)
+        if self._lost_in_a_row < limit or self.stopped:
+            return
+        reasons = ", ".join(f"{reason} {number}" for reason, number in self.store.counts().dropped.items())
+        self.stopped = f"{self._lost_in_a_row} groups in a row came to nothing; samples dropped so far: {reasons}"
+        logger.error("%s", self.stopped)
+
+    # --- samples
+
+    async def _make(self, sample: Sample, answer: str) -> None:
+        """Generate and judge one sample. Raises SampleLost."""
+        record = self._records[sample.group_id]
+        await self._generate(sample, record)
+        begun = time.monotonic()
+        outcome = await self.judge.judge(sample, answer)
+        record.judged_s[sample.sample_id] = time.monotonic() - begun
+        self._reward(sample, outcome, record)
+
+    async def _generate(self, sample: Sample, record: GroupRecord) -> None:
+        def started() -> None:
+            self.store.start(sample.sample_id)
+            if record.started_s is None:
+                record.started_s = time.monotonic()
+
+        seed = sampling_seed(self.settings.run_seed, sample.sample_id, attempt=0)
+        request = GenerateRequest(
+            sample.sample_id, sample.group_id, sample.prompt_tokens, replace(self.settings.params, seed=seed)
+        )
+        try:
+            completion = await self.dispatcher.generate(request, started)
+        except GenerationFailed as failure:
+            raise SampleLost(f"generation_{failure.reason}", str(failure)) from failure
+        record.retries += completion.tries - 1
+        append_generation(sample, completion.generation)
+        self.store.generated(sample.sample_id)
+
+    def _reward(self, sample: Sample, outcome: Outcome, record: GroupRecord) -> None:
+        match outcome:
+            case Scored(reward=reward, correct=correct):
+                sample.reward, sample.correct = reward, correct
+            case Unparsable():
+                record.unparsable.add(sample.sample_id)
+                sample.reward, sample.correct = UNPARSABLE_REWARD, False
+            case Failed(reason=reason, detail=detail) if self.settings.on_reward_failure == "drop":
+                raise SampleLost(f"reward_{reason}", detail)
+            case Failed(reason=reason, detail=detail):
+                logger.warning("reward of sample %s failed, 0 by reward.on_failure: %s", sample.sample_id, detail)
+                record.reward_failed.add(sample.sample_id)
+                # Nothing is known of its correctness.
+                sample.reward, sample.correct = 0.0, None

@@ -1,0 +1,273 @@
+"""The control service: the rollout role over HTTP, as `slimerl.samples.messages` describes it.
+
+Flows in: msgpack messages of trainers and engines, each with the token header. Flows out: msgpack messages, or a
+`Refusal` with a status: 400 not such a message, 401 token, 404 unknown sample or path, 409 it does not fit the
+present state, 503 it can not succeed (no engine left, run stopped, shutting down), 504 its deadline passed.
+This module translates; what is decided is decided in the parts it holds.
+"""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from slimerl.resilience.deadline import Deadline, DeadlineExceeded
+from slimerl.rollout.admission import GateError
+from slimerl.rollout.engines import EngineClients
+from slimerl.rollout.evaluation import Evaluation, EvaluationError
+from slimerl.rollout.loop_lag import LoopLag
+from slimerl.rollout.router import Router, RouterError
+from slimerl.rollout.scheduler import RolloutStopped, Scheduler
+from slimerl.rollout.weights import HoldError, WeightHold
+from slimerl.samples.messages import (
+    TOKEN_HEADER,
+    BatchManifest,
+    BatchTrained,
+    EngineInfo,
+    EngineState,
+    EvaluateRequest,
+    FetchRequest,
+    HoldRequest,
+    NextBatchRequest,
+    Path,
+    Refusal,
+    ReleaseRequest,
+    Status,
+    decode,
+    encode,
+)
+from slimerl.samples.sample import SampleState
+from slimerl.samples.store import StoreError
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 64 * 2**20
+
+Message = TypeVar("Message")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_STATUS_OF_ERROR: tuple[tuple[type[Exception], int], ...] = (
+    (msgspec.MsgspecError, 400),
+    (StoreError, 409),
+    (RouterError, 409),
+    (GateError, 409),
+    (HoldError, 409),
+    (EvaluationError, 409),
+    (RolloutStopped, 503),
+    (DeadlineExceeded, 504),
+)
+
+
+class NoEngine(RolloutStopped):
+    """No engine serves, and without a weight sync none will."""
+
+
+@dataclass
+class ControlService:
+    """Wires the parts together and answers for them."""
+
+    token: str
+    router: Router
+    clients: EngineClients
+    scheduler: Scheduler
+    weights: WeightHold
+    evaluation: Evaluation
+    lag: LoopLag
+    shutdown: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the role is to end."""
+    _progress: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.scheduler.progressed = self._progressed
+        self.scheduler.dispatcher.changed = self._engines_changed
+        self.weights.released = self._released
+
+    def application(self) -> web.Application:
+        application = web.Application(middlewares=[self._guard], client_max_size=MAX_REQUEST_BYTES)
+        application.add_routes(
+            [
+                web.get(Path.HEALTH, self._health),
+                web.get(Path.STATUS, self._status),
+                web.get(Path.ENGINES, self._engines),
+                web.post(Path.REGISTER_ENGINE, self._register),
+                web.post(Path.HOLD, self._hold),
+                web.post(Path.RELEASE, self._release),
+                web.post(Path.NEXT_BATCH, self._next_batch),
+                web.post(Path.BATCH_TRAINED, self._trained),
+                web.post(Path.FETCH_SAMPLES, self._fetch),
+                web.post(Path.EVALUATE, self._evaluate),
+                web.post(Path.SHUTDOWN, self._shutdown),
+            ]
+        )
+        return application
+
+    def status(self) -> Status:
+        counts = self.scheduler.store.counts()
+        return Status(
+            version=self.router.version,
+            admitted=counts.admitted,
+            running=counts.running,
+            buffered=counts.buffered,
+            trained=counts.trained,
+            dropped=counts.dropped,
+            engines=self.router.engines(),
+        )
+
+    def stop(self) -> None:
+        """Begin to end: whoever waits is refused."""
+        self.shutdown.set()
+        self._progressed()
+
+    # --- what the parts say to each other
+
+    def _progressed(self) -> None:
+        self._progress.set()
+
+    def _engines_changed(self) -> None:
+        self.scheduler.wake()
+        self._progressed()
+
+    def _released(self, version: int) -> None:
+        self.scheduler.advance(version)
+        self._progressed()
+
+    # --- handlers
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def _status(self, _: web.Request) -> web.Response:
+        return _answer(self.status())
+
+    async def _engines(self, _: web.Request) -> web.Response:
+        return _answer(self.router.engines())
+
+    async def _register(self, request: web.Request) -> web.Response:
+        """Answers with the engine as it is kept: JOINING."""
+        engine = await _message(request, EngineInfo)
+        self.clients.add(engine)
+        self.router.join(engine)
+        logger.info("engine %s registered at %s", engine.engine_id, engine.url)
+        self.weights.joined()
+        return _answer(self.router.engine(engine.engine_id))
+
+    async def _hold(self, request: web.Request) -> web.Response:
+        return _answer(await self.weights.hold(await _message(request, HoldRequest)))
+
+    async def _release(self, request: web.Request) -> web.Response:
+        """Answers with the `Status` after it."""
+        self.weights.release(await _message(request, ReleaseRequest))
+        return _answer(self.status())
+
+    async def _next_batch(self, request: web.Request) -> web.Response:
+        return _answer(await self.next_batch(await _message(request, NextBatchRequest)))
+
+    async def next_batch(self, request: NextBatchRequest) -> BatchManifest:
+        """Wait for the batch of a step.
+
+        Raises:
+            DeadlineExceeded, RolloutStopped, StoreError: see the module's docstring.
+        """
+        deadline = Deadline(f"the batch of step {request.step}", request.timeout_s)
+        while True:
+            self._progress.clear()
+            manifest = self.scheduler.take_batch(request.step)
+            if manifest is not None:
+                worst_lag_s = self.lag.take_worst_s()
+                metrics = {**manifest.metrics, "rollout/event_loop_lag_s": worst_lag_s}
+                return msgspec.structs.replace(manifest, metrics=metrics)
+            self._refuse_hopeless()
+            deadline.check(self._what_is_missing())
+            try:
+                async with asyncio.timeout(deadline.remaining_s):
+                    await self._progress.wait()
+            except TimeoutError:
+                continue
+
+    def _refuse_hopeless(self) -> None:
+        """Raises NoEngine when nothing will ever answer, instead of waiting for the deadline."""
+        if self.shutdown.is_set():
+            raise NoEngine("the rollout role is shutting down")
+        if self.router.version < 0:
+            raise HoldError("no weights have been released yet; sync them before asking for a batch")
+        serving = any(engine.state is EngineState.SERVING for engine in self.router.engines())
+        judging = self.scheduler.store.in_state(SampleState.GENERATED)
+        # While weights are held the engines may yet come into service.
+        if not (serving or judging or self.router.running() or self.weights.busy):
+            states = "; ".join(
+                f"{engine.engine_id} is {engine.state}: {self.router.reasons().get(engine.engine_id, 'awaits a sync')}"
+                for engine in self.router.engines()
+            )
+            raise NoEngine(f"no engine serves version {self.router.version}: {states or 'none has registered'}")
+
+    def _what_is_missing(self) -> str:
+        store = self.scheduler.store
+        ready = sum(group.ready for group in store.unleased())
+        running = ", ".join(f"{one.session} on {one.engine_id}" for one in self.router.running()[:4])
+        return (
+            f"{ready} of {self.scheduler.settings.groups_per_step} groups ready, {len(store.open_groups())} under way; "
+            f"requests running: {len(self.router.running())} ({running or 'none'}); "
+            f"weights {self.weights.busy or 'not held'}"
+        )
+
+    async def _trained(self, request: web.Request) -> web.Response:
+        """Answers with the `Status` after it."""
+        self.scheduler.trained((await _message(request, BatchTrained)).batch_id)
+        return _answer(self.status())
+
+    async def _fetch(self, request: web.Request) -> web.Response:
+        """Answers with a list of `SamplePayload`, in the order asked for."""
+        wanted = await _message(request, FetchRequest)
+        try:
+            payloads = self.scheduler.store.payloads(wanted.sample_ids)
+        except StoreError as error:
+            return _refusal(404, str(error))
+        return _answer(payloads)
+
+    async def _evaluate(self, request: web.Request) -> web.Response:
+        return _answer(await self.evaluation.run(await _message(request, EvaluateRequest)))
+
+    async def _shutdown(self, _: web.Request) -> web.Response:
+        """Answers with the last `Status`; the role ends then."""
+        logger.info("asked to shut down")
+        answer = _answer(self.status())
+        self.stop()
+        return answer
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Token first; then every error becomes a `Refusal`."""
+        given = request.headers.get(TOKEN_HEADER, "")
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
+            return _refusal(401, f"the header {TOKEN_HEADER} is missing or wrong; it stands in the run's address file")
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return _refusal(error.status, f"{request.method} {request.path}: {error.reason}")
+        except Exception as error:  # noqa: BLE001 - the last place where an error can be told to whoever asked
+            return _refused(request, error)
+
+
+def _refused(request: web.Request, error: Exception) -> web.Response:
+    for kind, status in _STATUS_OF_ERROR:
+        if isinstance(error, kind):
+            return _refusal(status, f"{request.path}: {error}")
+    logger.error("%s: an unexpected error", request.path, exc_info=error)
+    return _refusal(500, f"{request.path}: {type(error).__name__}: {error}; see the log of the rollout role")
+
+
+def _refusal(status: int, error: str) -> web.Response:
+    return web.Response(status=status, body=encode(Refusal(error)), content_type="application/msgpack")
+
+
+def _answer(message: msgspec.Struct | list) -> web.Response:
+    return web.Response(body=encode(message), content_type="application/msgpack")
+
+
+async def _message(request: web.Request, kind: type[Message]) -> Message:
+    return decode(await request.read(), kind)

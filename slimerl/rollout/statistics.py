@@ -1,0 +1,75 @@
+"""What a batch's manifest says of how it was made. Pure.
+
+Flows in: the batch's metadata, what was noted of its groups, drops since the last batch. Flows out: `rollout/…`
+figures. Clock readings are seconds of one monotonic clock.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from slimerl.samples.messages import SampleMeta
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """What the scheduler notes of a group while it is made."""
+
+    started_s: float | None = None
+    """First dispatch of one of its samples."""
+    ready_s: float | None = None
+    judged_s: dict[str, float] = field(default_factory=dict)
+    """Sample id → seconds from the end of its generation to its reward."""
+    unparsable: set[str] = field(default_factory=set)
+    reward_failed: set[str] = field(default_factory=set)
+    retries: int = 0
+    """Engine requests beyond one per sample."""
+
+
+def batch_metrics(
+    samples: Sequence[SampleMeta], groups: Sequence[GroupRecord], dropped: Mapping[str, int], version: int
+) -> dict[str, float]:
+    """Figures of one batch.
+
+    Args:
+        samples: of the batch, dropped ones not among them.
+        groups: the record of each of its groups.
+        dropped: samples dropped since the last batch, by reason.
+        version: policy version that the batch is handed out under.
+    """
+    started = [group.started_s for group in groups if group.started_s is not None]
+    ready = [group.ready_s for group in groups if group.ready_s is not None]
+    seconds = max(ready) - min(started) if started and ready else 0.0
+    tokens = sum(sample.sampled_length for sample in samples)
+    judged = [seconds for group in groups for seconds in group.judged_s.values()]
+    correct = [sample.correct for sample in samples if sample.correct is not None]
+    staleness = [version - sample.oldest_version for sample in samples]
+    count = len(samples)
+    metrics = {
+        "rollout/seconds": seconds,
+        "rollout/generated_tokens": float(tokens),
+        "rollout/tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
+        "rollout/reward_seconds": fmean(judged) if judged else 0.0,
+        "rollout/mean_response_tokens": fmean(sample.response_length for sample in samples),
+        "rollout/max_response_tokens": float(max(sample.response_length for sample in samples)),
+        "rollout/truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / count,
+        "rollout/mean_reward": fmean(sample.reward for sample in samples),
+        "rollout/unparsable_fraction": sum(len(group.unparsable) for group in groups) / count,
+        "rollout/reward_failed_fraction": sum(len(group.reward_failed) for group in groups) / count,
+        "rollout/uniform_groups_fraction": _uniform_fraction(samples),
+        "rollout/staleness_mean": fmean(staleness),
+        "rollout/staleness_max": float(max(staleness)),
+        "rollout/retries": float(sum(group.retries for group in groups)),
+        "rollout/dropped": float(sum(dropped.values())),
+    }
+    if correct:
+        metrics["rollout/accuracy"] = fmean(map(float, correct))
+    return metrics | {f"rollout/dropped_{reason}": float(number) for reason, number in dropped.items() if number}
+
+
+def _uniform_fraction(samples: Sequence[SampleMeta]) -> float:
+    """Groups whose rewards are all equal: they give a group-relative advantage of zero, and no gradient."""
+    rewards: dict[str, set[float]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.group_id, set()).add(sample.reward)
+    return fmean(float(len(of_group) == 1) for of_group in rewards.values())

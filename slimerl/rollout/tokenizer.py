@@ -1,0 +1,66 @@
+"""The model's tokenizer as the rollout needs it: prompts to ids, responses to text, the ids that end a response.
+
+Flows in: the checkpoint directory and `spec.data`. Flows out: ids and text. Responses are decoded for the reward
+alone: token ids are the truth, and text is never turned back into them.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slimerl.spec.schema import DataSpec
+
+
+class TokenizerError(RuntimeError):
+    """The checkpoint's tokenizer cannot serve this spec; the message says what to do."""
+
+
+class PromptTokenizer:
+    """`encode` and `decode` bound to one checkpoint and one way of framing prompts."""
+
+    def __init__(self, model_path: Path, data: DataSpec) -> None:
+        """Raises TokenizerError: no tokenizer, no chat template where one is asked for, no end-of-sequence id."""
+        # Imported here: it takes seconds, and only the role needs it.
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_path))
+        except (OSError, ValueError) as error:
+            raise TokenizerError(f"{model_path}: cannot load its tokenizer: {error}") from error
+        if data.chat_template and not self._tokenizer.chat_template:
+            raise TokenizerError(
+                f"{model_path}: data.chat_template is set, but the tokenizer has no chat template; "
+                "add chat_template.jinja to the checkpoint or set data.chat_template: false"
+            )
+        self._data = data
+        self.stop_token_ids = stop_token_ids(model_path, self._tokenizer.eos_token_id)
+        """Ids that end a response, ascending."""
+        if not self.stop_token_ids:
+            raise TokenizerError(f"{model_path}: neither tokenizer nor config.json names an end-of-sequence token")
+
+    def encode(self, prompt: str) -> list[int]:
+        """Ids of a prompt, framed as one user turn where `data.chat_template` is set."""
+        if not self._data.chat_template:
+            return list(self._tokenizer(prompt)["input_ids"])
+        turns = [{"role": "user", "content": prompt}]
+        if self._data.system_prompt is not None:
+            turns.insert(0, {"role": "system", "content": self._data.system_prompt})
+        text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        # The template has written the special tokens already.
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of a response without special tokens."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def stop_token_ids(model_path: Path, of_tokenizer: int | None) -> tuple[int, ...]:
+    """Every end-of-sequence id that the tokenizer, `config.json` or `generation_config.json` names."""
+    ids = set() if of_tokenizer is None else {of_tokenizer}
+    for name in ("config.json", "generation_config.json"):
+        path = model_path / name
+        if path.is_file():
+            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            ids.update(named if isinstance(named, list) else [] if named is None else [named])
+    return tuple(sorted(ids))

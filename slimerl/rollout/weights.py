@@ -1,0 +1,185 @@
+"""Holds: the time in which the trainer may rewrite the engines' weights. A lease, so that no trainer's end hangs us.
+
+Flows in: `HoldRequest`, `ReleaseRequest`. Flows out: the engines to write to; then the new version in service.
+
+State machine: idle → draining (no dispatch, running requests end) → held (leased) → idle. A lease that is not released
+in time ends by itself: an engine that says it holds the lease's version has been verified and committed, and is
+released; of every other nobody knows what was written, and it is quarantined until a later full, verified rewrite.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slimerl.engine.client import EngineError
+from slimerl.resilience.deadline import Deadline
+from slimerl.rollout.dispatch import Dispatcher
+from slimerl.rollout.engines import Engines
+from slimerl.samples.messages import EngineInfo, EngineState, HoldReply, HoldRequest, ReleaseRequest
+
+logger = logging.getLogger(__name__)
+
+PROBE_S = 5.0
+"""For one engine to say which version it holds, when a lease has run out."""
+
+
+class HoldError(RuntimeError):
+    """The hold or release does not fit the present state; the message says what holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    lease_id: str
+    version: int
+    engines: tuple[EngineInfo, ...]
+    granted_s: float
+
+
+@dataclass
+class WeightHold:
+    """`engines_expected`: the first hold waits for so many to register, up to `start_s` seconds."""
+
+    dispatcher: Dispatcher
+    engines: Engines
+    engines_expected: int
+    start_s: float
+    released: Callable[[int], None] = lambda version: None
+    """Called with the version that engines serve from now on."""
+    _busy: str = ""
+    """What is going on, for those who must be refused."""
+    _lease: _Lease | None = None
+    _expiry: "asyncio.Task[None] | None" = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def hold(self, request: HoldRequest) -> HoldReply:
+        """Stop dispatching and wait until no request runs; the lease begins then.
+
+        Raises:
+            HoldError: another hold is under way, the version is older than the present one, or no engine is left.
+            DeadlineExceeded: engines did not register, or requests did not end, within `lease_s`.
+        """
+        router = self.dispatcher.router
+        if self._busy:
+            raise HoldError(f"weights are held already: {self._busy}")
+        if request.version < router.version:
+            raise HoldError(f"version {request.version} is older than version {router.version}, which engines serve")
+        self._busy = f"draining for version {request.version}"
+        try:
+            if router.version < 0:
+                await self._all_registered()
+            await self.dispatcher.hold(request.lease_s)
+        except BaseException:
+            self._busy = ""
+            raise
+        engines = tuple(engine for engine in router.engines() if engine.state is not EngineState.DEAD)
+        if not engines:
+            self._end()
+            raise HoldError(f"no engine is left to hold: {router.reasons() or 'none has registered'}")
+        lease = _Lease(uuid.uuid4().hex, request.version, engines, time.monotonic())
+        self._lease = lease
+        self._busy = f"lease {lease.lease_id} for version {lease.version}"
+        self._expiry = asyncio.get_running_loop().create_task(self._expire(lease, request.lease_s))
+        logger.info("weights held for version %d: %s", lease.version, ", ".join(one.engine_id for one in engines))
+        return HoldReply(lease.lease_id, list(engines))
+
+    def release(self, request: ReleaseRequest) -> None:
+        """End a hold: `whole` engines serve the version; dispatch goes on.
+
+        Raises:
+            HoldError: the lease is not the present one (it may have run out), or names another version.
+            RouterError: an unknown engine.
+        """
+        lease = self._lease
+        if lease is None or lease.lease_id != request.lease_id:
+            raise HoldError(
+                f"lease {request.lease_id} is not held; it may have run out "
+                f"({'nothing is held' if not self._busy else self._busy}); hold again and rewrite the engines"
+            )
+        if request.version != lease.version:
+            raise HoldError(f"lease {lease.lease_id} is for version {lease.version}, not {request.version}")
+        unnamed = {one.engine_id for one in lease.engines} - set(request.whole) - set(request.dirty)
+        dirty = {**request.dirty, **dict.fromkeys(unnamed, "the release said nothing of it")}
+        self.dispatcher.router.release(request.version, request.whole, dirty)
+        for engine_id, reason in dirty.items():
+            logger.error("engine %s is quarantined: %s", engine_id, reason)
+        logger.info("version %d released after %.2f s", request.version, time.monotonic() - lease.granted_s)
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._end()
+        self.released(request.version)
+
+    @property
+    def busy(self) -> str:
+        """What is going on; empty while nothing is held."""
+        return self._busy
+
+    def joined(self) -> None:
+        """An engine registered."""
+        self._changed.set()
+
+    async def close(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            await asyncio.gather(self._expiry, return_exceptions=True)
+
+    async def _all_registered(self) -> None:
+        """The first version goes to all engines at once: before it nothing could be served anyway."""
+        router = self.dispatcher.router
+        deadline = Deadline(f"{self.engines_expected} engines to register", self.start_s)
+        while len(alive := [one.engine_id for one in router.engines() if one.state is not EngineState.DEAD]) < (
+            self.engines_expected
+        ):
+            deadline.check(f"registered: {', '.join(alive) or 'none'}; see the logs of the missing engines")
+            self._changed.clear()
+            # The deadline is looked at again when nobody comes.
+            await _wait(self._changed, deadline.remaining_s)
+
+    async def _expire(self, lease: _Lease, lease_s: float) -> None:
+        await asyncio.sleep(lease_s)
+        self._lease = None
+        self._busy = f"lease {lease.lease_id} ran out after {lease_s:g} s; looking at its engines"
+        logger.error("%s; the trainer did not release it", self._busy)
+        router = self.dispatcher.router
+        found = await asyncio.gather(*(self._committed(one, lease.version) for one in lease.engines))
+        whole = [one.engine_id for one, committed in zip(lease.engines, found, strict=True) if committed]
+        reason = f"its weight update to version {lease.version} was never confirmed (the lease ran out)"
+        for engine in lease.engines:
+            if engine.engine_id not in whole and router.engine(engine.engine_id).state is not EngineState.DEAD:
+                logger.error("engine %s is quarantined: %s", engine.engine_id, reason)
+                router.quarantine(engine.engine_id, reason)
+        if whole:
+            logger.warning("released at version %d although the lease ran out: %s", lease.version, ", ".join(whole))
+            router.release(lease.version, whole, {})
+        self._end()
+        if whole:
+            self.released(lease.version)
+
+    async def _committed(self, engine: EngineInfo, version: int) -> bool:
+        """Does it hold the lease's version for certain? Then it is let go on, too."""
+        if engine.version == version:
+            return False  # It said so before the lease already, which proves nothing about the rewrite.
+        client = self.engines[engine.engine_id]
+        try:
+            if await client.weight_version(timeout_s=PROBE_S) != version:
+                return False
+            await client.continue_generation(timeout_s=PROBE_S)
+        except (EngineError, ValueError):
+            return False
+        return True
+
+    def _end(self) -> None:
+        self._lease = None
+        self._expiry = None
+        self._busy = ""
+        self.dispatcher.resume()
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,1 @@
+"""What flows: samples and groups, the sample store, and the wire format between the roles."""

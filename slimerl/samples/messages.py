@@ -1,0 +1,182 @@
+"""The wire between the roles: what the rollout role's control service takes and gives.
+
+Metadata (`BatchManifest` of `SampleMeta`) travels apart from payload (`SamplePayload`): a step is planned from
+metadata alone, and each data-parallel leader fetches the payload of its own samples.
+All messages are msgpack (`encode`, `decode`); every request carries the header `TOKEN_HEADER`.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+TOKEN_HEADER = "x-slimerl-token"
+ADDRESS_FILE = "rollout.json"
+"""In the run directory, mode 0600: `ServiceAddress` as JSON, written once the service listens."""
+
+Message = TypeVar("Message")
+
+
+class Path(StrEnum):
+    """Paths of the control service."""
+
+    HEALTH = "/health"
+    STATUS = "/status"
+    ENGINES = "/engines"
+    REGISTER_ENGINE = "/engines/register"
+    HOLD = "/weights/hold"
+    RELEASE = "/weights/release"
+    NEXT_BATCH = "/batches/next"
+    BATCH_TRAINED = "/batches/trained"
+    FETCH_SAMPLES = "/samples/fetch"
+    EVALUATE = "/evaluate"
+    SHUTDOWN = "/shutdown"
+
+
+class ServiceAddress(msgspec.Struct, frozen=True):
+    url: str
+    token: str
+    pid: int
+
+
+class EngineState(StrEnum):
+    JOINING = "joining"
+    """Registered, holds no verified weights yet."""
+    STALE = "stale"
+    """Whole, but of an older version than required."""
+    SERVING = "serving"
+    DRAINING = "draining"
+    DIRTY = "dirty"
+    """A weight update failed half-way: paused, never routed to, until a full verified rewrite."""
+    DEAD = "dead"
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    engine_id: str
+    url: str
+    admin_key: str
+    tensor_parallel: int
+    state: EngineState = EngineState.JOINING
+    version: int = -1
+
+
+class HoldRequest(msgspec.Struct, frozen=True):
+    """Stop dispatching, so that `version` can be written; the lease ends by itself after `lease_s`."""
+
+    version: int
+    lease_s: float
+
+
+class HoldReply(msgspec.Struct, frozen=True):
+    lease_id: str
+    engines: list[EngineInfo]
+
+
+class ReleaseRequest(msgspec.Struct, frozen=True):
+    """End a hold: `whole` engines serve `version`; `dirty` ones (id → reason) are quarantined."""
+
+    lease_id: str
+    version: int
+    whole: list[str]
+    dirty: dict[str, str] = {}
+
+
+class NextBatchRequest(msgspec.Struct, frozen=True):
+    step: int
+    timeout_s: float
+
+
+class SampleMeta(msgspec.Struct, frozen=True):
+    sample_id: str
+    group_id: str
+    prompt_length: int
+    response_length: int
+    sampled_length: int
+    oldest_version: int
+    newest_version: int
+    reward: float
+    correct: bool | None
+    finish_reason: str
+
+
+class BatchManifest(msgspec.Struct, frozen=True):
+    """The samples of one training step, whole groups, and what the rollout measured while making them."""
+
+    batch_id: str
+    step: int
+    samples: list[SampleMeta]
+    metrics: dict[str, float] = {}
+
+
+class BatchTrained(msgspec.Struct, frozen=True):
+    batch_id: str
+    version: int
+
+
+class FetchRequest(msgspec.Struct, frozen=True):
+    sample_ids: list[str]
+
+
+class SamplePayload(msgspec.Struct, frozen=True):
+    """One sample's arrays as little-endian bytes: tokens int32 (prompt + response); the rest per response
+    token: sampled uint8, behavior_logprobs float32, versions int32."""
+
+    sample_id: str
+    prompt_length: int
+    tokens: bytes
+    sampled: bytes
+    behavior_logprobs: bytes
+    versions: bytes
+
+
+class EvaluateRequest(msgspec.Struct, frozen=True):
+    step: int
+    timeout_s: float
+
+
+class EvaluateReply(msgspec.Struct, frozen=True):
+    step: int
+    version: int
+    accuracy: float
+    prompts: int
+    failures: int
+    """Prompts whose generation or reward failed; they are not counted as wrong answers."""
+    mean_response_tokens: float
+    seconds: float
+
+
+class Status(msgspec.Struct, frozen=True):
+    """Conservation: admitted = trained + buffered + running + dropped (sum over reasons), in samples."""
+
+    version: int
+    admitted: int
+    running: int
+    buffered: int
+    trained: int
+    dropped: dict[str, int]
+    engines: list[EngineInfo]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Body of every answer with a status ≥ 400."""
+
+    error: str
+
+
+def encode(message: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes, kind: type[Message]) -> Message:
+    """Raises msgspec.DecodeError or msgspec.ValidationError when the bytes are not such a message."""
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+def pack_array(values: Sequence, dtype: str) -> bytes:
+    return np.asarray(values, dtype=np.dtype(dtype).newbyteorder("<")).tobytes()
+
+
+def unpack_array(data: bytes, dtype: str) -> np.ndarray:
+    return np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<"))

@@ -1,0 +1,87 @@
+"""Rows of a JSONL data set, checked as a whole before a run starts. Pure: takes lines, reads no file.
+
+Flows in: lines `{"id": …, "prompt": "…", "answer": "…"}` (for SFT `"response"`); further keys are allowed and ignored.
+Flows out: `Row`s, or one `DataError` that lists the faults by file and line.
+Invariant: ids are unique and no text is empty.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SHOWN_FAULTS = 20
+
+
+class DataError(ValueError):
+    """The data set cannot be used. One line per fault: file, line, reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`target` is what the prompt is to be answered with: the right answer, or the response to imitate."""
+
+    row_id: str
+    prompt: str
+    target: str
+    line: int
+
+
+def parse_rows(lines: Iterable[str], source: str, target: str = "answer") -> list[Row]:
+    """Check every line.
+
+    Args:
+        source: name of the file in errors.
+        target: key of the row's target, `answer` or `response`.
+
+    Raises:
+        DataError: malformed rows, ids that stand twice, empty texts, or no row at all.
+    """
+    rows: dict[str, Row] = {}
+    faults: list[str] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        row = _parse_row(line, number, target)
+        if isinstance(row, str):
+            faults.append(f"{source}:{number}: {row}")
+        elif row.row_id in rows:
+            faults.append(f"{source}:{number}: id '{row.row_id}' stands already in line {rows[row.row_id].line}")
+        else:
+            rows[row.row_id] = row
+    if not rows and not faults:
+        faults.append(f"{source}: no rows")
+    raise_faults(faults)
+    return list(rows.values())
+
+
+def raise_faults(faults: Sequence[str]) -> None:
+    """Raise DataError with the first `SHOWN_FAULTS` faults, if there are any."""
+    if not faults:
+        return
+    more = [f"… and {len(faults) - SHOWN_FAULTS} more faults"] if len(faults) > SHOWN_FAULTS else []
+    raise DataError("\n".join([*faults[:SHOWN_FAULTS], *more]))
+
+
+def _parse_row(line: str, number: int, target: str) -> Row | str:
+    """The row, or what is wrong with it."""
+    try:
+        tree: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        return f"not valid JSON: {error.msg} at column {error.colno}"
+    if not isinstance(tree, dict):
+        return f"a row is an object, found {type(tree).__name__}"
+    texts = {}
+    for key in ("id", "prompt", target):
+        value = tree.get(key)
+        # Ids and answers are often written as numbers; they mean the same as text. True and False do not.
+        if isinstance(value, int | float) and not isinstance(value, bool) and key != "prompt":
+            value = str(value)
+        if value is None:
+            return f"'{key}' is missing"
+        if not isinstance(value, str):
+            return f"'{key}' must be text, found {type(value).__name__}"
+        if not value.strip():
+            return f"'{key}' is empty"
+        texts[key] = value
+    return Row(texts["id"], texts["prompt"], texts[target], number)

@@ -1,0 +1,115 @@
+"""A sample: one prompt and what came after it, token by token.
+
+Invariant: `response_tokens`, `sampled`, `behavior_logprobs` and `versions` always have one entry per response
+token; `append` is the only method that lengthens them. Token ids are the truth: text is never re-tokenised.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from slimerl.samples.messages import SampleMeta, SamplePayload, pack_array, unpack_array
+
+
+class SampleState(StrEnum):
+    """queued → running → (interrupted → running)* → generated → rewarded → ready → trained, or dropped."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    GENERATED = "generated"
+    REWARDED = "rewarded"
+    READY = "ready"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+OBSERVED_VERSION = -1
+"""Version of a token that no policy sampled (tool output, environment observation)."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """Example: prompt [5, 6], the policy of version 3 samples [7, 8], a tool answers [9]::
+
+    sample.append([7, 8], logprobs=[-0.1, -0.7], version=3)
+    sample.append([9])
+    sample.sampled            # [True, True, False]
+    sample.behavior_logprobs  # [-0.1, -0.7, 0.0]
+    """
+
+    sample_id: str
+    group_id: str
+    prompt_id: str
+    prompt_tokens: tuple[int, ...]
+    response_tokens: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    behavior_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    reward: float | None = None
+    correct: bool | None = None
+
+    def append(
+        self, tokens: Sequence[int], logprobs: Sequence[float] | None = None, version: int | None = None
+    ) -> None:
+        """Add tokens that the policy sampled (with `logprobs` and `version`) or observed (without either).
+
+        Raises:
+            ValueError: one of `logprobs` and `version` is missing, or their lengths differ.
+        """
+        if (logprobs is None) != (version is None):
+            raise ValueError(f"sample {self.sample_id}: sampled tokens need both logprobs and a version")
+        if logprobs is not None and len(logprobs) != len(tokens):
+            raise ValueError(
+                f"sample {self.sample_id}: {len(tokens)} tokens with {len(logprobs)} logprobs; "
+                "the engine must return one logprob for each token that it samples"
+            )
+        count = len(tokens)
+        self.response_tokens.extend(tokens)
+        self.sampled.extend([logprobs is not None] * count)
+        self.behavior_logprobs.extend(logprobs if logprobs is not None else [0.0] * count)
+        self.versions.extend([version if version is not None else OBSERVED_VERSION] * count)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and response ids."""
+        return [*self.prompt_tokens, *self.response_tokens]
+
+    def meta(self) -> SampleMeta:
+        """What the trainer needs for balancing and advantages, without the tokens."""
+        of_policy = [version for version in self.versions if version != OBSERVED_VERSION]
+        if self.reward is None or not of_policy:
+            raise ValueError(f"sample {self.sample_id} is not ready: it needs sampled tokens and a reward")
+        return SampleMeta(
+            sample_id=self.sample_id,
+            group_id=self.group_id,
+            prompt_length=len(self.prompt_tokens),
+            response_length=len(self.response_tokens),
+            sampled_length=sum(self.sampled),
+            oldest_version=min(of_policy),
+            newest_version=max(of_policy),
+            reward=self.reward,
+            correct=self.correct,
+            finish_reason=self.finish_reason or "",
+        )
+
+    def payload(self) -> SamplePayload:
+        return SamplePayload(
+            sample_id=self.sample_id,
+            prompt_length=len(self.prompt_tokens),
+            tokens=pack_array(self.tokens, "int32"),
+            sampled=pack_array(self.sampled, "uint8"),
+            behavior_logprobs=pack_array(self.behavior_logprobs, "float32"),
+            versions=pack_array(self.versions, "int32"),
+        )
+
+
+def response_arrays(payload: SamplePayload) -> dict[str, list]:
+    """`tokens` (prompt + response), `sampled`, `behavior_logprobs`, `versions` (response only), as lists."""
+    return {
+        "tokens": unpack_array(payload.tokens, "int32").tolist(),
+        "sampled": unpack_array(payload.sampled, "uint8").astype(bool).tolist(),
+        "behavior_logprobs": unpack_array(payload.behavior_logprobs, "float32").tolist(),
+        "versions": unpack_array(payload.versions, "int32").tolist(),
+    }

@@ -1,0 +1,326 @@
+"""The sample store: every sample from admission to its one terminal state. Pure: no clock, no I/O.
+
+Flows in: groups of samples (the answers to one prompt) as they are admitted, and what happened to each sample.
+Flows out: batches of whole groups in admission order, leased to the trainer until it acknowledges them.
+
+Invariant, checked at every transition (in samples)::
+
+    admitted = trained + buffered + running + dropped(by reason)
+
+where *buffered* is READY (leased or not) and *running* is everything admitted that is not yet ready. A group is
+settled once each of its samples is rewarded or dropped: it becomes ready as a whole with what is left of it, or, if
+too little is left, is dropped as a whole. Example::
+
+    store = SampleStore(smallest_group=2)
+    store.admit("g", "prompt-7", [a, b], version=0)
+    for sample in (a, b):
+        store.start(sample.sample_id), store.generated(sample.sample_id), store.rewarded(sample.sample_id)
+    batch = store.lease("step-0", ["g"])   # metadata of a and b
+    store.payloads(["a", "b"])             # their tokens
+    store.trained("step-0")                # both are forgotten, and counted
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from slimerl.samples.messages import SampleMeta, SamplePayload
+from slimerl.samples.sample import Sample, SampleState
+
+GROUP_TOO_SMALL = "group_too_small"
+"""Reason of the samples that are dropped because too few of their group are left."""
+
+_NEXT: dict[SampleState, frozenset[SampleState]] = {
+    SampleState.QUEUED: frozenset({SampleState.RUNNING, SampleState.DROPPED}),
+    SampleState.RUNNING: frozenset({SampleState.INTERRUPTED, SampleState.GENERATED, SampleState.DROPPED}),
+    SampleState.INTERRUPTED: frozenset({SampleState.RUNNING, SampleState.DROPPED}),
+    SampleState.GENERATED: frozenset({SampleState.REWARDED, SampleState.DROPPED}),
+    SampleState.REWARDED: frozenset({SampleState.READY, SampleState.DROPPED}),
+    SampleState.READY: frozenset({SampleState.TRAINED, SampleState.DROPPED}),
+}
+_SETTLED = frozenset({SampleState.REWARDED, SampleState.READY})
+
+
+class StoreError(RuntimeError):
+    """A transition that the life cycle forbids, or an id that the store does not hold; the message names the id."""
+
+
+class ConservationError(StoreError):
+    """The books do not balance: a bug of the store, never of its caller."""
+
+
+class GroupState(StrEnum):
+    OPEN = "open"
+    """Some sample of the group is not settled yet."""
+    READY = "ready"
+    DROPPED = "dropped"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Samples by what became of them; admitted = running + buffered + trained + sum(dropped)."""
+
+    admitted: int
+    running: int
+    buffered: int
+    trained: int
+    dropped: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Whole groups, leased to the trainer; `samples` in admission order."""
+
+    batch_id: str
+    group_ids: tuple[str, ...]
+    samples: tuple[SampleMeta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """What the choice of a batch needs to know of a group; `version`: policy version at its admission."""
+
+    group_id: str
+    version: int
+    ready: bool
+
+
+@dataclass(slots=True)
+class _Group:
+    group_id: str
+    version: int
+    """Policy version at admission: what bounds the group's staleness."""
+    samples: dict[str, Sample]
+    """Those not dropped."""
+    state: GroupState = GroupState.OPEN
+    batch_id: str | None = None
+
+
+@dataclass
+class SampleStore:
+    """See the module's docstring. `smallest_group`: samples that a group needs to be of use."""
+
+    smallest_group: int = 1
+    _groups: dict[str, _Group] = field(default_factory=dict)
+    """Live groups in admission order."""
+    _group_of: dict[str, _Group] = field(default_factory=dict)
+    _states: dict[str, SampleState] = field(default_factory=dict)
+    """Of live samples; a sample that reached a terminal state is not in here."""
+    _by_state: Counter[SampleState] = field(default_factory=Counter)
+    _batches: dict[str, Batch] = field(default_factory=dict)
+    _acknowledged: set[str] = field(default_factory=set)
+    _admitted: int = 0
+    _trained: int = 0
+    _dropped: Counter[str] = field(default_factory=Counter)
+
+    def admit(self, group_id: str, samples: Sequence[Sample], version: int) -> None:
+        """Take a group in, QUEUED, admitted under policy `version`.
+
+        Raises:
+            StoreError: no samples, a sample of another group, or an id that is live already.
+        """
+        if not samples:
+            raise StoreError(f"group {group_id}: a group needs at least one sample")
+        if group_id in self._groups:
+            raise StoreError(f"group {group_id} is live already; ids must be unique")
+        ids = [sample.sample_id for sample in samples]
+        for sample in samples:
+            if sample.group_id != group_id:
+                raise StoreError(f"sample {sample.sample_id} belongs to group {sample.group_id}, not to {group_id}")
+            if sample.sample_id in self._states or ids.count(sample.sample_id) > 1:
+                raise StoreError(f"sample {sample.sample_id} is live already; ids must be unique")
+        group = _Group(group_id, version, {sample.sample_id: sample for sample in samples})
+        self._groups[group_id] = group
+        for sample_id in ids:
+            self._group_of[sample_id] = group
+            self._states[sample_id] = SampleState.QUEUED
+        self._by_state[SampleState.QUEUED] += len(ids)
+        self._admitted += len(ids)
+        self.check()
+
+    def start(self, sample_id: str) -> None:
+        """QUEUED or INTERRUPTED → RUNNING."""
+        self._move(sample_id, SampleState.RUNNING)
+        self.check()
+
+    def interrupt(self, sample_id: str) -> None:
+        """RUNNING → INTERRUPTED: it keeps its tokens and goes on later."""
+        self._move(sample_id, SampleState.INTERRUPTED)
+        self.check()
+
+    def generated(self, sample_id: str) -> None:
+        """RUNNING → GENERATED. Raises StoreError if the sample holds no response tokens."""
+        if not self.sample(sample_id).response_tokens:
+            raise StoreError(f"sample {sample_id}: generated, but it holds no response tokens")
+        self._move(sample_id, SampleState.GENERATED)
+        self.check()
+
+    def rewarded(self, sample_id: str) -> GroupState:
+        """GENERATED → REWARDED; returns what that made of its group. Raises StoreError without a reward."""
+        if self.sample(sample_id).reward is None:
+            raise StoreError(f"sample {sample_id}: rewarded, but its reward is not set")
+        self._move(sample_id, SampleState.REWARDED)
+        return self._settle(self._group_of[sample_id])
+
+    def drop(self, sample_id: str, reason: str) -> GroupState:
+        """Any live state → DROPPED; returns what that made of its group.
+
+        Raises:
+            StoreError: its group is leased to the trainer (give the batch back first).
+        """
+        group = self._live(sample_id)
+        if group.batch_id is not None:
+            raise StoreError(f"sample {sample_id} is leased in batch {group.batch_id} and cannot be dropped")
+        self._end(sample_id, SampleState.DROPPED)
+        self._dropped[reason] += 1
+        del group.samples[sample_id]
+        return self._settle(group)
+
+    def unleased(self) -> list[GroupView]:
+        """Groups that no batch holds, in admission order."""
+        return [
+            GroupView(group.group_id, group.version, group.state is GroupState.READY)
+            for group in self._groups.values()
+            if group.batch_id is None
+        ]
+
+    def lease(self, batch_id: str, group_ids: Sequence[str]) -> Batch:
+        """Lease ready groups as a batch, its samples in admission order.
+
+        Raises:
+            StoreError: the batch was leased or trained already, or a group is not ready or in another batch.
+        """
+        if batch_id in self._batches or batch_id in self._acknowledged:
+            raise StoreError(f"batch {batch_id} was leased already")
+        wanted = set(group_ids)
+        groups = [group for group_id, group in self._groups.items() if group_id in wanted]
+        if len(groups) < len(group_ids):
+            missing = wanted - {group.group_id for group in groups}
+            raise StoreError(f"batch {batch_id}: groups not in the store, or named twice: {sorted(missing)}")
+        for group in groups:
+            if group.state is not GroupState.READY or group.batch_id is not None:
+                held = f", leased in batch {group.batch_id}" if group.batch_id else ""
+                raise StoreError(f"batch {batch_id}: group {group.group_id} is {group.state}{held}")
+        for group in groups:
+            group.batch_id = batch_id
+        metas = tuple(sample.meta() for group in groups for sample in group.samples.values())
+        batch = Batch(batch_id, tuple(group.group_id for group in groups), metas)
+        self._batches[batch_id] = batch
+        self.check()
+        return batch
+
+    def batch(self, batch_id: str) -> Batch | None:
+        """A leased batch; None when it was never leased, or given back.
+
+        Raises:
+            StoreError: it was trained already.
+        """
+        if batch_id in self._acknowledged:
+            raise StoreError(f"batch {batch_id} was trained already")
+        return self._batches.get(batch_id)
+
+    def give_back(self, batch_id: str) -> None:
+        """End a lease without training: its groups are ready again, at their old place in the order."""
+        batch = self._leased(batch_id)
+        for group_id in batch.group_ids:
+            self._groups[group_id].batch_id = None
+        del self._batches[batch_id]
+        self.check()
+
+    def trained(self, batch_id: str) -> None:
+        """READY → TRAINED for a whole leased batch; a repeated acknowledgment changes nothing."""
+        if batch_id in self._acknowledged:
+            return
+        batch = self._leased(batch_id)
+        for meta in batch.samples:
+            self._end(meta.sample_id, SampleState.TRAINED)
+        for group_id in batch.group_ids:
+            del self._groups[group_id]
+        self._trained += len(batch.samples)
+        del self._batches[batch_id]
+        self._acknowledged.add(batch_id)
+        self.check()
+
+    def sample(self, sample_id: str) -> Sample:
+        """A live sample. Raises StoreError."""
+        return self._live(sample_id).samples[sample_id]
+
+    def state(self, sample_id: str) -> SampleState:
+        """Of a live sample. Raises StoreError."""
+        self._live(sample_id)
+        return self._states[sample_id]
+
+    def in_state(self, state: SampleState) -> int:
+        """How many live samples are in a state."""
+        return self._by_state[state]
+
+    def payloads(self, sample_ids: Iterable[str]) -> list[SamplePayload]:
+        """Tokens of ready samples, in the order asked for. Raises StoreError naming every id that is not ready."""
+        ids = list(sample_ids)
+        missing = [one for one in ids if self._states.get(one) is not SampleState.READY]
+        if missing:
+            raise StoreError(f"not in the store as ready samples: {', '.join(missing)}")
+        return [self.sample(one).payload() for one in ids]
+
+    def open_groups(self) -> list[str]:
+        """Ids of the groups that are not settled, oldest first."""
+        return [group.group_id for group in self._groups.values() if group.state is GroupState.OPEN]
+
+    def counts(self) -> Counts:
+        buffered = self._by_state[SampleState.READY]
+        running = sum(self._by_state.values()) - buffered
+        return Counts(self._admitted, running, buffered, self._trained, dict(self._dropped))
+
+    def check(self) -> None:
+        """Raises ConservationError when the books do not balance."""
+        counts = self.counts()
+        ended = counts.trained + sum(counts.dropped.values())
+        if counts.admitted != counts.running + counts.buffered + ended or len(self._states) != counts.admitted - ended:
+            raise ConservationError(f"samples were lost or counted twice: {counts}, live {len(self._states)}")
+
+    def _settle(self, group: _Group) -> GroupState:
+        """Close the group if nothing of it is pending any more."""
+        small = len(group.samples) < self.smallest_group
+        if small:
+            for sample_id in list(group.samples):
+                if self._states[sample_id] in _SETTLED:
+                    self._end(sample_id, SampleState.DROPPED)
+                    self._dropped[GROUP_TOO_SMALL] += 1
+                    del group.samples[sample_id]
+            if not group.samples:
+                group.state = GroupState.DROPPED
+                del self._groups[group.group_id]
+        elif group.state is GroupState.OPEN and all(self._states[one] in _SETTLED for one in group.samples):
+            for sample_id in group.samples:
+                self._move(sample_id, SampleState.READY)
+            group.state = GroupState.READY
+        self.check()
+        return group.state
+
+    def _leased(self, batch_id: str) -> Batch:
+        if batch_id not in self._batches:
+            raise StoreError(f"batch {batch_id} is not leased; leased: {', '.join(self._batches) or 'none'}")
+        return self._batches[batch_id]
+
+    def _live(self, sample_id: str) -> _Group:
+        group = self._group_of.get(sample_id)
+        if group is None:
+            raise StoreError(f"sample {sample_id} is not live: it was never admitted, or was trained or dropped")
+        return group
+
+    def _move(self, sample_id: str, to: SampleState) -> None:
+        self._live(sample_id)
+        state = self._states[sample_id]
+        if to not in _NEXT[state]:
+            raise StoreError(f"sample {sample_id} is {state} and cannot become {to}")
+        self._states[sample_id] = to
+        self._by_state[state] -= 1
+        self._by_state[to] += 1
+
+    def _end(self, sample_id: str, to: SampleState) -> None:
+        """Into a terminal state, and out of the books of the living."""
+        self._move(sample_id, to)
+        self._by_state[to] -= 1
+        del self._states[sample_id]
+        del self._group_of[sample_id]

@@ -1,0 +1,120 @@
+"""Read a run spec: YAML file + `key=value` overrides → `RunSpec`, or a `SpecError` of plain lines.
+
+Invariant: a key that the schema does not know never passes; the error names the nearest one it does know.
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from slimerl.spec.schema import RunSpec
+
+
+class SpecError(Exception):
+    """The spec cannot be used; the message has one line per fault, each naming the key."""
+
+
+def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
+    """Load and validate.
+
+    Args:
+        path: YAML file.
+        overrides: `a.b.c=value`, the value in YAML syntax; they win over the file.
+
+    Raises:
+        SpecError: unreadable file, unknown key, wrong type or a combination that cannot work.
+    """
+    tree = _read_yaml(path)
+    for override in overrides:
+        _apply_override(tree, override)
+    return spec_from_tree(tree, str(path))
+
+
+def spec_from_tree(tree: dict[str, Any], source: str) -> RunSpec:
+    """Validate a tree of plain values; `source` names it in errors."""
+    try:
+        return RunSpec.model_validate(tree)
+    except ValidationError as error:
+        raise SpecError("\n".join(f"{source}: {line}" for line in _plain_lines(error))) from None
+
+
+def dump_spec(spec: RunSpec) -> str:
+    """The spec as YAML that `load_spec` reads back to an equal one."""
+    return yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True), sort_keys=False)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML lets the last of two equal keys win in silence; here it is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except OSError as error:
+        raise SpecError(f"{path}: cannot read the spec: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise SpecError(f"{path}: a run spec is a mapping of sections, found {type(tree).__name__}")
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise SpecError(f"override '{override}': write it as section.key=value")
+    *sections, leaf = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise SpecError(f"override '{override}': '{section}' is a value, not a section")
+    try:
+        tree[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise SpecError(f"override '{override}': '{text}' is not a YAML value") from None
+
+
+def _plain_lines(error: ValidationError) -> Iterator[str]:
+    for fault in error.errors():
+        where = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            yield f"unknown key '{where}'{_nearest(where)}"
+        elif fault["type"] == "missing":
+            yield f"'{where}' is missing"
+        else:
+            message = fault["msg"].removeprefix("Value error, ")
+            shown = f" (found {fault['input']!r})" if where and not isinstance(fault["input"], dict) else ""
+            yield f"{where + ': ' if where else ''}{message[:1].lower() + message[1:]}{shown}"
+
+
+def _nearest(unknown: str) -> str:
+    """A hint: the key of the same last part in another section, else the one that is spelt most alike."""
+    keys = list(all_keys(RunSpec))
+    leaf = unknown.rpartition(".")[2]
+    same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
+    match = difflib.get_close_matches(unknown, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(
+        unknown, keys, n=1, cutoff=0.75
+    )
+    return f"; did you mean '{match[0]}'?" if match else ""
+
+
+def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of the schema, dotted, sections before their members."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for candidate in (field.annotation, *get_args(field.annotation)):
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                yield from all_keys(candidate, f"{prefix}{name}.")

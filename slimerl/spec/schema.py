@@ -1,0 +1,238 @@
+"""The run specification: one frozen, strict tree of values that every role reads.
+
+Flows in: a YAML file and `key=value` overrides (see `load.py`). Flows out: a `RunSpec`.
+Invariant: every key is used by some role, no value is changed after loading, units stand in the names.
+A default lives here and nowhere else.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Strict(BaseModel):
+    """Unknown keys and wrong types are errors; values cannot be reassigned."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def _path_from_text(value: object) -> object:
+    return Path(value) if isinstance(value, str) else value
+
+
+def _float_from_int(value: object) -> object:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _tuple_from_list(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+FilePath = Annotated[Path, BeforeValidator(_path_from_text)]
+Real = Annotated[float, BeforeValidator(_float_from_int)]
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[Real, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class ModelSpec(Strict):
+    """The policy, as a Hugging Face checkpoint directory; its `config.json` gives the model arguments."""
+
+    path: FilePath
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+class DataSpec(Strict):
+    """Prompts as JSONL. One row: `{"id", "prompt", "answer"}`, for SFT `{"id", "prompt", "response"}`."""
+
+    train_path: FilePath
+    eval_path: FilePath | None = None
+    chat_template: bool = False
+    """Wrap the prompt as one user turn with the tokenizer's chat template."""
+    system_prompt: str | None = None
+    max_prompt_tokens: Positive = 1024
+    """A longer prompt is refused before the run starts."""
+
+    @model_validator(mode="after")
+    def _system_prompt_needs_template(self) -> "DataSpec":
+        if self.system_prompt is not None and not self.chat_template:
+            raise ValueError("data.system_prompt needs data.chat_template: true")
+        return self
+
+
+class AlgorithmSpec(Strict):
+    """What turns rewards into a gradient. Formulas and sources: `slimerl/algorithms/`."""
+
+    name: Literal["grpo", "sft"] = "grpo"
+    clip_low: Annotated[Real, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[Real, Field(gt=0)] = 0.28
+    normalize_by_std: bool = True
+    """GRPO divides the group-centred reward by the group's standard deviation."""
+    correction: Literal["none", "token_tis"] = "none"
+    """Train-inference correction: weight tokens by the detached proximal/behaviour ratio."""
+    correction_cap: Annotated[Real, Field(gt=0)] = 2.0
+
+
+class ParallelSpec(Strict):
+    """Sizes of the trainer's process grid; ranks = tensor * data."""
+
+    tensor: Positive = 1
+    data: Positive = 1
+    sequence_parallel: bool = False
+
+    @model_validator(mode="after")
+    def _sequence_needs_tensor(self) -> "ParallelSpec":
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("training.parallel.sequence_parallel needs training.parallel.tensor > 1")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.data
+
+
+class OptimizerSpec(Strict):
+    lr: Annotated[Real, Field(gt=0)] = 1e-6
+    min_lr: Annotated[Real, Field(ge=0)] = 0.0
+    warmup_steps: NonNegative = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: Annotated[Real, Field(ge=0)] = 0.0
+    beta1: Annotated[Real, Field(gt=0, lt=1)] = 0.9
+    beta2: Annotated[Real, Field(gt=0, lt=1)] = 0.95
+    eps: Annotated[Real, Field(gt=0)] = 1e-8
+    clip_grad_norm: Annotated[Real, Field(gt=0)] = 1.0
+
+
+class TrainingSpec(Strict):
+    steps: Positive
+    prompts_per_step: Positive
+    """Prompts (groups) whose samples make one step; for SFT, rows per step."""
+    minibatches_per_step: Positive = 1
+    """Optimizer updates per step; above 1 the proximal log-probabilities take a pass of their own."""
+    micro_batch_tokens: Positive = 4096
+    """Upper bound of the tokens that one rank computes at once (a longer sample stands alone)."""
+    parallel: ParallelSpec = ParallelSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    threads_per_rank: Positive = 1
+    export_path: FilePath | None = None
+    """Where the trained model is written as a Hugging Face checkpoint; default: OUTPUT_DIR/model."""
+
+
+class RolloutSpec(Strict):
+    samples_per_prompt: Positive = 8
+    max_new_tokens: Positive = 256
+    temperature: Annotated[Real, Field(gt=0)] = 1.0
+    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
+    max_staleness: NonNegative = 0
+    """Policy versions that a sample may be behind: 0 synchronous, 1 one-step-off, more asynchronous."""
+    max_running_requests: Positive = 256
+    """Requests in flight per engine."""
+    port: Port = 0
+    """Port of the control service; 0 takes a free one."""
+
+    @model_validator(mode="after")
+    def _nucleus_not_replayed(self) -> "RolloutSpec":
+        if self.top_p != 1.0:
+            raise ValueError(
+                "rollout.top_p must be 1.0: a smaller value renormalises the behaviour probabilities on the "
+                "engine's side only, and the policy ratio would be silently biased"
+            )
+        return self
+
+
+class EngineSpec(Strict):
+    """One SGLang server; `replicas` of them are started."""
+
+    replicas: Positive = 1
+    tensor_parallel: Positive = 1
+    max_total_tokens: Positive = 20_000
+    """KV cache size in tokens."""
+    context_tokens: Positive = 2048
+    threads: Positive = 2
+    """CPU threads of one engine process; without meaning on a GPU."""
+    extra_args: Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)] = ()
+    """Further arguments of `sglang.launch_server`, as they stand."""
+
+
+class RewardSpec(Strict):
+    kind: Literal["math"] = "math"
+    workers: Positive = 1
+    timeout_s: Seconds = 10.0
+    on_failure: Literal["drop", "zero"] = "drop"
+    """What becomes of a sample whose reward could not be computed."""
+
+
+class SyncSpec(Strict):
+    transport: Literal["ipc"] = "ipc"
+    bucket_mib: Positive = 64
+
+
+class EvaluationSpec(Strict):
+    every_steps: NonNegative = 0
+    """0: only before the first and after the last step."""
+    max_prompts: Positive = 256
+    max_new_tokens: Positive | None = None
+    """Default: rollout.max_new_tokens."""
+    temperature: Annotated[Real, Field(ge=0)] = 0.0
+
+
+class DeadlineSpec(Strict):
+    """Upper bounds of every wait; what is exceeded is named in the error."""
+
+    start_s: Seconds = 240.0
+    request_s: Seconds = 300.0
+    batch_s: Seconds = 1800.0
+    sync_s: Seconds = 300.0
+    shutdown_s: Seconds = 20.0
+
+
+class RunSpec(Strict):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    output_dir: FilePath | None = None
+    """Default: runs/NAME."""
+    seed: NonNegative = 1234
+    model: ModelSpec
+    data: DataSpec
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    training: TrainingSpec
+    rollout: RolloutSpec = RolloutSpec()
+    engine: EngineSpec = EngineSpec()
+    reward: RewardSpec = RewardSpec()
+    sync: SyncSpec = SyncSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+    deadlines: DeadlineSpec = DeadlineSpec()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.output_dir if self.output_dir is not None else Path("runs") / self.name
+
+    @property
+    def export_dir(self) -> Path:
+        return self.training.export_path if self.training.export_path is not None else self.run_dir / "model"
+
+    @property
+    def uses_engines(self) -> bool:
+        """SFT reads its responses from the data; everything else samples them."""
+        return self.algorithm.name != "sft"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "RunSpec":
+        training, rollout = self.training, self.rollout
+        samples = training.prompts_per_step * (rollout.samples_per_prompt if self.uses_engines else 1)
+        parts = training.minibatches_per_step * training.parallel.data
+        if samples < parts:
+            raise ValueError(
+                f"a step has {samples} samples, but training.minibatches_per_step * training.parallel.data = "
+                f"{parts} parts want at least one each; raise training.prompts_per_step"
+            )
+        if self.uses_engines and self.algorithm.name == "grpo" and rollout.samples_per_prompt < 2:
+            raise ValueError("grpo compares the samples of a prompt: rollout.samples_per_prompt must be at least 2")
+        longest = self.data.max_prompt_tokens + rollout.max_new_tokens
+        if self.uses_engines and longest > self.engine.context_tokens:
+            raise ValueError(
+                f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds engine.context_tokens = "
+                f"{self.engine.context_tokens}"
+            )
+        return self

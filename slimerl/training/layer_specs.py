@@ -1,0 +1,62 @@
+"""Which modules a transformer layer is made of, by capability: Transformer Engine's, or Megatron's own with SDPA.
+
+Flows in: Megatron's configuration and the machine's capabilities. Flows out: the layer specification that
+`GPTModel` takes. A specification is Megatron's documented way to choose modules; nothing is patched here.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slimerl.training.attention import SdpaAttention
+from slimerl.training.capabilities import Capabilities
+
+
+def build_spec(config: TransformerConfig, capabilities: Capabilities, virtual_stage: int | None = None) -> Any:
+    """The decoder's block specification for this rank (and virtual pipeline stage)."""
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=capabilities.transformer_engine,
+        normalization=config.normalization,
+        vp_stage=virtual_stage,
+    )
+    return spec if capabilities.transformer_engine else with_portable_modules(spec)
+
+
+class PortableNorm:
+    """torch's RMSNorm or LayerNorm, with sequence parallelism.
+
+    Megatron's WrappedTorchNorm refuses sequence parallelism, though all it lacks is the mark on its weights that
+    makes finalize_model_grads add up their gradients over the tensor-parallel ranks.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+PORTABLE: dict[type, type] = {WrappedTorchNorm: PortableNorm, DotProductAttention: SdpaAttention}
+
+
+def with_portable_modules(spec: Any) -> Any:
+    """A copy of a specification with `PORTABLE`'s modules in place of Megatron's local ones, at any depth."""
+    if isinstance(spec, ModuleSpec):
+        module = PORTABLE.get(spec.module, spec.module) if isinstance(spec.module, type) else spec.module
+        return dataclasses.replace(spec, module=module, submodules=with_portable_modules(spec.submodules))
+    if isinstance(spec, list):
+        return [with_portable_modules(each) for each in spec]
+    if isinstance(spec, type):
+        return PORTABLE.get(spec, spec)
+    if dataclasses.is_dataclass(spec):
+        parts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **{name: with_portable_modules(part) for name, part in parts.items()})  # type: ignore[type-var]
+    return spec

@@ -1,0 +1,151 @@
+"""The trainer's side of the control service: plain blocking calls over HTTP.
+
+Flows in: messages of `slimerl.samples.messages`. Flows out: the answers. Invariant: every call ends, with an answer
+or an error that names the path and what the service said, within its deadline.
+"""
+
+import http.client
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from slimerl.resilience.deadline import Deadline, DeadlineExceeded
+from slimerl.samples.messages import (
+    ADDRESS_FILE,
+    TOKEN_HEADER,
+    BatchManifest,
+    BatchTrained,
+    EvaluateReply,
+    EvaluateRequest,
+    FetchRequest,
+    HoldReply,
+    HoldRequest,
+    NextBatchRequest,
+    Refusal,
+    ReleaseRequest,
+    SamplePayload,
+    ServiceAddress,
+    Status,
+    decode,
+    encode,
+)
+from slimerl.samples.messages import Path as Endpoint
+
+ANSWER_MARGIN_S = 10.0
+"""How long after its own deadline the service may still be answering that it has passed."""
+
+Answer = TypeVar("Answer")
+
+
+class ServiceFailed(RuntimeError):
+    """The control service refused a call, or could not be reached."""
+
+
+class RolloutClient:
+    """One connection per call: a call is rare (some per step), and a kept connection would have to be watched."""
+
+    def __init__(self, address: ServiceAddress, request_s: float) -> None:
+        """Args: `request_s`: bound of a call that does not bring its own."""
+        parts = urlsplit(address.url)
+        self._host, self._port, self._token = parts.hostname or "", parts.port or 80, address.token
+        self._request_s = request_s
+
+    @staticmethod
+    def connect(run_dir: Path, deadline: Deadline, request_s: float) -> "RolloutClient":
+        """Wait until the rollout role has announced itself (it listens by then).
+
+        Raises:
+            DeadlineExceeded: it has not.
+            ServiceFailed: it has, but does not answer.
+        """
+        file = run_dir / ADDRESS_FILE
+        deadline.wait_until(file.exists, detail=lambda: f"{file} is not there")
+        client = RolloutClient(msgspec.json.decode(file.read_bytes(), type=ServiceAddress), request_s)
+        client.health()
+        return client
+
+    def health(self) -> None:
+        self._call("GET", Endpoint.HEALTH, b"", self._request_s)
+
+    def status(self) -> Status:
+        return self._ask("GET", Endpoint.STATUS, None, Status)
+
+    def next_batch(self, step: int, timeout_s: float) -> BatchManifest:
+        """Wait for the samples of `step`. Raises ServiceFailed (also when the service waited in vain)."""
+        request = NextBatchRequest(step, timeout_s)
+        return self._ask("POST", Endpoint.NEXT_BATCH, request, BatchManifest, timeout_s + ANSWER_MARGIN_S)
+
+    def trained(self, batch_id: str, version: int) -> None:
+        """The batch has been used; the weights are now `version`."""
+        self._ask("POST", Endpoint.BATCH_TRAINED, BatchTrained(batch_id, version), None)
+
+    def fetch(self, sample_ids: Sequence[str]) -> list[SamplePayload]:
+        """Payloads in the order of the ids."""
+        payloads = self._ask("POST", Endpoint.FETCH_SAMPLES, FetchRequest(list(sample_ids)), list[SamplePayload])
+        found = [payload.sample_id for payload in payloads]
+        if found != list(sample_ids):
+            raise ServiceFailed(f"{Endpoint.FETCH_SAMPLES}: asked for {len(sample_ids)} samples, got others: {found}")
+        return payloads
+
+    def hold(self, request: HoldRequest) -> HoldReply:
+        """Stop dispatching. The service waits for running requests, at most as long as the lease."""
+        return self._ask("POST", Endpoint.HOLD, request, HoldReply, request.lease_s + ANSWER_MARGIN_S)
+
+    def release(self, request: ReleaseRequest) -> None:
+        self._ask("POST", Endpoint.RELEASE, request, None)
+
+    def evaluate(self, step: int, timeout_s: float) -> EvaluateReply:
+        """Run the held-out prompts with the present weights."""
+        request = EvaluateRequest(step, timeout_s)
+        return self._ask("POST", Endpoint.EVALUATE, request, EvaluateReply, timeout_s + ANSWER_MARGIN_S)
+
+    def shutdown(self) -> None:
+        """Tell the rollout role to end."""
+        self._ask("POST", Endpoint.SHUTDOWN, None, None)
+
+    def _ask(
+        self,
+        method: str,
+        path: Endpoint,
+        message: msgspec.Struct | None,
+        kind: type[Answer] | None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        body = encode(message) if message is not None else b""
+        answer = self._call(method, path, body, timeout_s or self._request_s)
+        if kind is None:
+            return None  # type: ignore[return-value]
+        try:
+            return decode(answer, kind)
+        except msgspec.MsgspecError as error:
+            raise ServiceFailed(f"{path}: the answer is no {kind}: {error}") from None
+
+    def _call(self, method: str, path: Endpoint, body: bytes, timeout_s: float) -> bytes:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        headers = {TOKEN_HEADER: self._token, "Content-Type": "application/msgpack"}
+        try:
+            connection.request(method, str(path), body, headers)
+            response = connection.getresponse()
+            content = response.read()
+        except TimeoutError:
+            raise DeadlineExceeded(f"waited {timeout_s:g} s for the rollout role to answer {path}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ServiceFailed(
+                f"{path}: the rollout role at {self._host}:{self._port} cannot be reached ({error!r}); has it ended?"
+            ) from None
+        finally:
+            connection.close()
+        if response.status >= 400:
+            raise ServiceFailed(f"{path}: refused with {response.status}: {_reason(content)}")
+        return content
+
+
+def _reason(content: bytes) -> str:
+    try:
+        return decode(content, Refusal).error
+    except msgspec.MsgspecError:
+        return json.dumps(content[:300].decode(errors="replace"))

@@ -1,0 +1,95 @@
+"""Real SGLang servers of tiny models, started once for the whole test session.
+
+`engines(family="qwen3", tensor_parallel=2)` gives a running one; the same arguments give the same server.
+`synced(engine, model)` puts a model's weights into it, proven, through the real transport.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import make_tiny_model
+
+from slimerl.engine.client import EngineClient
+from slimerl.engine.launcher import Server, detect_device, start_server
+from slimerl.resilience.deadline import Deadline
+from slimerl.samples.messages import EngineInfo
+from slimerl.spec import RunSpec
+from slimerl.spec.load import spec_from_tree
+
+START_S = 120.0
+
+
+@dataclass(frozen=True)
+class RunningEngine:
+    info: EngineInfo
+    server: Server
+    model_path: Path
+
+    def client(self, timeout_s: float = 30.0) -> EngineClient:
+        return self.server.client(timeout_s)
+
+    def ask(self, call: Callable[[EngineClient], Any], timeout_s: float = 30.0) -> Any:
+        """One asynchronous call, from synchronous code."""
+
+        async def once() -> Any:
+            async with self.client(timeout_s) as client:
+                return await call(client)
+
+        return asyncio.run(once())
+
+
+class Engines:
+    """Starts servers on demand and keeps them until `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._running: dict[tuple[str, bool, int], RunningEngine] = {}
+
+    def __call__(self, family: str = "qwen3", *, tied: bool = False, tensor_parallel: int = 1) -> RunningEngine:
+        key = (family, tied, tensor_parallel)
+        if key not in self._running:
+            self._running[key] = self._start(*key)
+        return self._running[key]
+
+    def _start(self, family: str, tied: bool, tensor_parallel: int) -> RunningEngine:
+        name = f"{family}-{'tied' if tied else 'untied'}"
+        model_path = self._directory / name
+        if not model_path.exists():
+            make_tiny_model(family, model_path, tied=tied)
+        spec = engine_spec(model_path, self._directory / f"{name}-tp{tensor_parallel}", tensor_parallel)
+        server = start_server(spec, len(self._running), detect_device())
+        try:
+            asyncio.run(server.wait_until_healthy(Deadline(f"{name} to start", START_S)))
+        except BaseException:
+            server.stop()
+            raise
+        info = EngineInfo(server.engine_id, server.url, server.admin_key, tensor_parallel)
+        return RunningEngine(info, server, model_path)
+
+    def close(self) -> None:
+        for engine in self._running.values():
+            engine.server.stop()
+
+
+def engine_spec(model_path: Path, run_dir: Path, tensor_parallel: int = 1, **engine: Any) -> RunSpec:
+    """A run spec of which only the engine's part matters."""
+    tree = {
+        "name": "engine-test",
+        "output_dir": str(run_dir),
+        "model": {"path": str(model_path)},
+        "data": {"train_path": "unused.jsonl", "max_prompt_tokens": 256},
+        "training": {"steps": 1, "prompts_per_step": 8},
+        "engine": {"tensor_parallel": tensor_parallel, "threads": 1, "max_total_tokens": 20_000, **engine},
+    }
+    return spec_from_tree(tree, "engine_fixtures")
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    running = Engines(tmp_path_factory.mktemp("engines"))
+    yield running
+    running.close()

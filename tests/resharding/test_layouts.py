@@ -1,0 +1,116 @@
+"""Layouts as values agree with Megatron's own arithmetic and SGLang's documented one."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slimerl.resharding.layouts import Axis, EngineLayout, LayoutError, MegatronLayout
+
+parallel_state = pytest.importorskip("megatron.core.parallel_state")
+transformer_layer = pytest.importorskip("megatron.core.transformer.transformer_layer")
+
+LAYOUTS = [
+    MegatronLayout(tensor=2, data=2),
+    MegatronLayout(tensor=2, data=2, context=2, pipeline=2),
+    MegatronLayout(tensor=2, data=4, pipeline=2, expert=4),
+    MegatronLayout(tensor=4, data=2, expert=4, expert_tensor=1),
+    MegatronLayout(tensor=2, context=2, data=2, pipeline=3, expert=2, expert_tensor=2),
+]
+
+
+def megatron_groups(layout: MegatronLayout, token: str, expert: bool) -> list[list[int]]:
+    """Groups of ranks that differ in `token` alone, by Megatron's own generator in its default order."""
+    model = layout.tensor * layout.context * layout.data
+    if expert:
+        size = layout.expert_tensor_size
+        sizes = {"tp": size, "ep": layout.expert, "dp": model // (size * layout.expert), "cp": 1}
+    else:
+        sizes = {"tp": layout.tensor, "ep": 1, "dp": layout.data, "cp": layout.context}
+    generator = parallel_state.RankGenerator(**sizes, pp=layout.pipeline, order="tp-cp-ep-dp-pp")
+    return generator.get_ranks(token)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("token", "field", "expert"),
+    [
+        ("tp", "tensor", False),
+        ("cp", "context", False),
+        ("dp", "data", False),
+        ("pp", "pipeline", False),
+        ("tp", "expert_tensor", True),
+        ("ep", "expert", True),
+        ("dp", "expert_data", True),
+    ],
+)
+def test_ranks_stand_where_megatron_puts_them(layout, token, field, expert):
+    for group in megatron_groups(layout, token, expert):
+        assert [getattr(layout.coordinates(rank), field) for rank in group] == list(range(len(group)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "virtual", "first", "last"),
+    [(8, 4, 1, None, None), (12, 2, 3, None, None), (10, 4, 1, 1, 3), (9, 3, 1, 1, None), (16, 4, 2, 2, 2)],
+)
+def test_layers_lie_where_megatron_puts_them(layers, pipeline, virtual, first, last):
+    middle = layers - (first or 0) - (last or 0)
+    each = middle // (pipeline - (first is not None) - (last is not None))
+    stages = [each] * pipeline
+    stages[0] = first or each
+    stages[-1] = last or each
+    uneven = tuple(tuple(count // virtual for count in stages) for _ in range(virtual))
+    layout = MegatronLayout(pipeline=pipeline, virtual=virtual, stage_layers=uneven if first else None)
+    config = SimpleNamespace(
+        num_layers=layers,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        pipeline_model_parallel_layout=None,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )
+    for stage in range(pipeline):
+        held = layout.layers(stage, layers)
+        for chunk in range(virtual):
+            offset = transformer_layer.get_transformer_layer_offset(
+                config, vp_stage=chunk if virtual > 1 else None, pp_rank=stage
+            )
+            prefix = f"model{chunk}." if virtual > 1 else ""
+            mine = [layer for layer in held if layer.prefix == prefix]
+            assert [(layer.local, layer.layer) for layer in mine] == [
+                (local, offset + local) for local in range(stages[stage] // virtual)
+            ]
+
+
+def test_the_first_chunk_of_the_first_stage_embeds_and_the_last_of_the_last_has_the_head():
+    layout = MegatronLayout(pipeline=2, virtual=2)
+    assert [layout.first_prefix(rank) for rank in range(2)] == ["model0.", None]
+    assert [layout.last_prefix(rank) for rank in range(2)] == [None, "model1."]
+
+
+def test_engine_ranks_share_attention_and_experts_as_sglang_does():
+    layout = EngineLayout(tensor=8, expert=4, data_attention=2)
+    assert [layout.part(rank, Axis.ATTENTION).number for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [layout.part(rank, Axis.EXPERT) for rank in (0, 1, 2)] == [(0, 2), (1, 2), (0, 2)]
+    assert [layout.experts(rank, 8).start for rank in range(8)] == [0, 0, 2, 2, 4, 4, 6, 6]
+    assert layout.part(5, Axis.DENSE) == layout.part(5, Axis.HEAD) == (5, 8)
+    assert layout.part(5, Axis.NONE) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tensor", "padded"), [(512, 1, 512), (500, 1, 512), (49152, 3, 49152), (500, 3, 576), (64, 4, 64)]
+)
+def test_the_engine_pads_the_vocabulary_as_sglang_does(vocabulary, tensor, padded):
+    assert EngineLayout(tensor=tensor).padded_vocabulary(vocabulary) == padded
+
+
+def test_the_trainer_pads_the_vocabulary_to_its_multiple():
+    assert MegatronLayout(tensor=4).padded_vocabulary(10) == 12
+    assert MegatronLayout(tensor=2, vocabulary_multiple=128).padded_vocabulary(300) == 512
+
+
+def test_a_rank_outside_of_a_layout_is_refused():
+    for layout in (MegatronLayout(tensor=2), EngineLayout(tensor=2)):
+        with pytest.raises(LayoutError, match="rank 2 is outside"):
+            layout.layers(2, 4)

@@ -1,0 +1,178 @@
+"""A server that speaks the part of SGLang's HTTP protocol which the rollout role and the trainer use.
+
+It computes nothing: the tokens of a request are a pure function of its prompt and seed. Delays, faults and broken
+connections are injected per request. For tests of routing, scheduling and failure only.
+"""
+
+import asyncio
+import hashlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from slimerl.samples.messages import EngineInfo
+
+KEY = "fake-key"
+VOCABULARY = 100
+STOP = 2
+
+Answer = Callable[[Sequence[int], int], list[int]]
+
+
+def hashed_tokens(prompt: Sequence[int], seed: int) -> list[int]:
+    """Between 1 and 12 tokens, ended by `STOP`: a pure function of prompt and seed."""
+    digest = hashlib.blake2b(repr((tuple(prompt), seed)).encode()).digest()
+    return [3 + byte % (VOCABULARY - 3) for byte in digest[1 : 1 + digest[0] % 12]] + [STOP]
+
+
+class FakeEngine:
+    """`faults` are used up one per request: "500", "400", "drop", "hang", "abort", "empty", "garbage"."""
+
+    def __init__(self, engine_id: str = "engine-0", answer: Answer = hashed_tokens) -> None:
+        self.engine_id = engine_id
+        self.answer = answer
+        self.faults: deque[str] = deque()
+        self.delay_s = 0.0
+        self.open = asyncio.Event()
+        """While cleared, requests wait before they are answered."""
+        self.open.set()
+        self.healthy = True
+        self.version = "default"
+        self.paused = False
+        self.requests: list[dict[str, Any]] = []
+        self.aborted: list[str] = []
+        self.calls: Counter[str] = Counter()
+        self.running = 0
+        self.most_running = 0
+        self._runner: web.AppRunner | None = None
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> "FakeEngine":
+        application = web.Application(middlewares=[self._authorized], client_max_size=2**26)
+        application.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/model_info", self._model_info),
+                web.post("/generate", self._generate),
+                web.post("/abort_request", self._abort),
+                web.post("/pause_generation", self._pause),
+                web.post("/continue_generation", self._continue),
+                web.post("/flush_cache", self._accept),
+                web.post("/begin_weight_update", self._accept),
+                web.post("/end_weight_update", self._accept),
+                web.post("/update_weight_version", self._set_version),
+            ]
+        )
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Close the port and every connection, answered or not."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @property
+    def url(self) -> str:
+        assert self._runner is not None
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(self.engine_id, self.url, KEY, 1)
+
+    async def running_requests(self, count: int) -> None:
+        """Wait until exactly so many requests are in the engine."""
+        async with asyncio.timeout(10):
+            while self.running != count:
+                self._changed.clear()
+                await self._changed.wait()
+
+    @web.middleware
+    async def _authorized(self, request: web.Request, handler: Callable) -> web.StreamResponse:
+        self.calls[request.path] += 1
+        if request.headers.get("Authorization") != f"Bearer {KEY}":
+            return web.json_response({"error": {"message": "unauthorized"}}, status=401)
+        return await handler(request)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        fault = self.faults.popleft() if self.faults else ""
+        self._run(1)
+        try:
+            await asyncio.sleep(self.delay_s)
+            await self.open.wait()
+            return await self._answered(request, body, fault)
+        finally:
+            self._run(-1)
+
+    def _run(self, change: int) -> None:
+        self.running += change
+        self.most_running = max(self.most_running, self.running)
+        self._changed.set()
+
+    async def _answered(self, request: web.Request, body: dict[str, Any], fault: str) -> web.StreamResponse:
+        if fault in ("500", "503", "400", "429"):
+            return web.json_response({"error": {"message": f"injected {fault}"}}, status=int(fault))
+        if fault == "drop":
+            request.transport.abort()
+            return web.Response()
+        if fault == "hang":
+            while body["rid"] not in self.aborted:
+                await asyncio.sleep(0.01)
+        if fault == "garbage":
+            return web.json_response({"output_ids": [1, 2, 3]})
+        params = body["sampling_params"]
+        tokens = self.answer(body["input_ids"], params.get("sampling_seed", 0))
+        finish: dict[str, Any] = {"type": "stop", "matched": STOP}
+        if len(tokens) > params["max_new_tokens"]:
+            tokens = tokens[: params["max_new_tokens"]]
+            finish = {"type": "length", "length": len(tokens)}
+        if fault in ("abort", "hang"):
+            finish = {"type": "abort", "message": "Aborted"}
+        if fault == "empty":
+            tokens = []
+        spans = [{"version": self.version, "start": 0, "end": len(tokens)}]
+        meta = {
+            "id": body["rid"],
+            "finish_reason": finish,
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": len(tokens),
+            "output_token_logprobs": [[-0.5 - token / 1000, token, None] for token in tokens],
+            "weight_version": self.version,
+            "weight_versions": spans,
+        }
+        return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.aborted.append(body.get("rid", ""))
+        return web.json_response({})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    async def _pause(self, _: web.Request) -> web.Response:
+        self.paused = True
+        return web.json_response({})
+
+    async def _continue(self, _: web.Request) -> web.Response:
+        self.paused = False
+        return web.json_response({})
+
+    async def _set_version(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True})
+
+    async def _accept(self, _: web.Request) -> web.Response:
+        return web.json_response({"success": True})

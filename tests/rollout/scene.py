@@ -1,0 +1,125 @@
+"""A whole rollout in this process: real scheduler, router, store and clients against fake engines and a fake reward."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from fake_engine import FakeEngine
+
+from slimerl.engine.protocol import SamplingParams
+from slimerl.rewards.outcome import Outcome, RewardRequest, Scored
+from slimerl.rollout.admission import StalenessGate
+from slimerl.rollout.dispatch import Dispatcher
+from slimerl.rollout.engines import EngineClients
+from slimerl.rollout.evaluation import Evaluation
+from slimerl.rollout.judge import Judge
+from slimerl.rollout.loop_lag import LoopLag
+from slimerl.rollout.prompts import Prompt, PromptStream
+from slimerl.rollout.router import LeastLoaded
+from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
+from slimerl.rollout.service import ControlService
+from slimerl.rollout.weights import WeightHold
+from slimerl.samples.messages import BatchManifest, NextBatchRequest
+from slimerl.samples.store import SampleStore
+
+PATIENCE_S = 10.0
+SEED = 7
+
+
+class TellingReward:
+    """Judges at once by `verdict`."""
+
+    def __init__(self, verdict: Callable[[RewardRequest], Outcome] = lambda request: Scored(1.0, True)) -> None:
+        self.verdict = verdict
+
+    async def score(self, request: RewardRequest) -> Outcome:
+        await asyncio.sleep(0)
+        return self.verdict(request)
+
+
+@dataclass
+class Scene:
+    engines: list[FakeEngine]
+    router: LeastLoaded
+    scheduler: Scheduler
+    weights: WeightHold
+    evaluation: Evaluation
+    reward: TellingReward
+    service: ControlService
+
+    @property
+    def store(self) -> SampleStore:
+        return self.scheduler.store
+
+    def serve(self, version: int) -> None:
+        """Every engine holds `version`, as after a sync."""
+        for engine in self.engines:
+            engine.version = str(version)
+        self.router.release(version, [engine.engine_id for engine in self.engines], {})
+        self.scheduler.dispatcher.refresh()
+        self.scheduler.advance(version)
+
+    async def batch(self, step: int, timeout_s: float = PATIENCE_S) -> BatchManifest:
+        return await self.service.next_batch(NextBatchRequest(step, timeout_s))
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Wait for something that other tasks bring about."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not ready():
+                await asyncio.sleep(0.001)
+
+    async def settled(self) -> None:
+        """No slot is taken and the books are closed on whatever is not ready."""
+        await self.until(lambda: not self.router.running() and not self.scheduler._tasks)
+        self.store.check()
+
+
+@asynccontextmanager
+async def rollout(
+    engines: int = 2,
+    groups: int = 2,
+    size: int = 3,
+    staleness: int = 0,
+    capacity: int = 64,
+    steps: int = 100,
+    request_s: float = PATIENCE_S,
+    on_reward_failure: str = "drop",
+    max_new_tokens: int = 32,
+    lag: LoopLag | None = None,
+) -> AsyncIterator[Scene]:
+    """Running, with its engines joined but nothing released yet."""
+    async with AsyncExitStack() as stack:
+        fakes = [await stack.enter_async_context(FakeEngine(f"engine-{number}")) for number in range(engines)]
+        router = LeastLoaded(capacity)
+        clients = EngineClients(request_s)
+        dispatcher = Dispatcher(router, clients, request_s)
+        reward = TellingReward()
+        judge = Judge(lambda tokens: " ".join(map(str, tokens)), reward)
+        params = SamplingParams(max_new_tokens, stop_token_ids=(2,))
+        scheduler = Scheduler(
+            SchedulerSettings(groups, size, SEED, params, on_reward_failure),
+            PromptStream([Prompt(f"p{number}", (10, number), str(number)) for number in range(16)], SEED),
+            StalenessGate(groups, staleness, steps),
+            SampleStore(smallest_group=min(2, size)),
+            dispatcher,
+            judge,
+        )
+        weights = WeightHold(dispatcher, clients, engines_expected=engines, start_s=PATIENCE_S)
+        held_out = [Prompt(f"h{number}", (20, number), str(number)) for number in range(6)]
+        evaluation = Evaluation(held_out, SamplingParams(max_new_tokens, 0.0), SEED, dispatcher, judge)
+        service = ControlService("token", router, clients, scheduler, weights, evaluation, lag or LoopLag())
+        for fake in fakes:
+            clients.add(fake.info)
+            router.join(fake.info)
+        running = asyncio.ensure_future(scheduler.run())
+        try:
+            yield Scene(fakes, router, scheduler, weights, evaluation, reward, service)
+            assert not running.done(), "the scheduler's loop ended"
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await weights.close()
+            await dispatcher.close()
+            await clients.close()
+            judge.close()

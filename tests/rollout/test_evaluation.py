@@ -1,0 +1,155 @@
+"""Held-out evaluation: one version, failures apart from wrong answers, ahead of the training requests."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scene import Scene, rollout
+
+from slimerl.resilience.deadline import DeadlineExceeded
+from slimerl.rewards.outcome import Failed, RewardRequest, Scored, Unparsable
+from slimerl.rollout.evaluation import EvaluationError
+from slimerl.samples.messages import EvaluateReply, EvaluateRequest
+
+Play = Callable[[Scene], Coroutine[Any, Any, None]]
+
+
+def play(scene: Play, **options: Any) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(30), rollout(**options) as made:
+            await scene(made)
+
+    asyncio.run(run())
+
+
+async def evaluate(made: Scene, timeout_s: float = 10.0) -> EvaluateReply:
+    return await made.evaluation.run(EvaluateRequest(3, timeout_s))
+
+
+def by_answer(**outcomes: Any) -> Callable[[RewardRequest], Any]:
+    """Outcome of the held-out prompt with that answer; right for all others and for training samples."""
+    return lambda request: (
+        outcomes.get(f"h{request.answer}", Scored(1.0, True))
+        if request.sample_id.startswith("evaluation/")
+        else Scored(1.0, True)
+    )
+
+
+def test_r2_failures_are_counted_apart_from_wrong_answers():
+    async def scene(made: Scene) -> None:
+        made.reward.verdict = by_answer(h0=Scored(0.0, False), h1=Unparsable(), h2=Failed("timeout"))
+        made.serve(0)
+        await made.batch(0)
+        await made.settled()
+        made.engines[0].faults.append("400")
+        reply = await evaluate(made)
+        assert (reply.step, reply.version) == (3, 0)
+        # Of six prompts one was refused by the engine and one could not be judged.
+        assert (reply.prompts, reply.failures) in {(4, 2), (5, 1)}
+        assert reply.accuracy == pytest.approx(sum((reply.prompts - 2, 0)) / reply.prompts, abs=0.3)
+        assert reply.mean_response_tokens > 0
+
+    play(scene, engines=1)
+
+
+def test_accuracy_is_the_fraction_of_right_answers():
+    async def scene(made: Scene) -> None:
+        made.reward.verdict = by_answer(h0=Scored(0.0, False), h1=Unparsable(), h2=Failed("timeout"))
+        made.serve(0)
+        reply = await evaluate(made)
+        assert (reply.prompts, reply.failures, reply.accuracy) == (5, 1, 3 / 5)
+
+    play(scene)
+
+
+def test_evaluation_samples_as_its_own_spec_says_and_stays_out_of_the_books():
+    async def scene(made: Scene) -> None:
+        made.serve(0)
+        await made.batch(0)
+        await made.settled()
+        before = made.store.counts()
+        sent = sum(len(engine.requests) for engine in made.engines)
+        await evaluate(made)
+        requests = [request for engine in made.engines for request in engine.requests]
+        held_out = [request for request in requests if request["rid"].startswith("evaluation/")]
+        assert len(held_out) == len(requests) - sent == 6
+        assert {request["sampling_params"]["temperature"] for request in held_out} == {0.0}
+        assert made.store.counts() == before
+
+    play(scene)
+
+
+def test_evaluation_goes_ahead_of_waiting_training_requests():
+    async def scene(made: Scene) -> None:
+        made.engines[0].open.clear()
+        made.serve(0)
+        await made.engines[0].running_requests(1)
+        evaluating = asyncio.ensure_future(evaluate(made))
+        await asyncio.sleep(0)
+        made.engines[0].open.set()
+        await evaluating
+        order = [request["rid"].startswith("evaluation/") for request in made.engines[0].requests]
+        assert order[:7] == [False, True, True, True, True, True, True]
+
+    play(scene, engines=1, capacity=1)
+
+
+def test_an_evaluation_that_two_versions_answer_is_refused():
+    async def scene(made: Scene) -> None:
+        made.serve(0)
+        await made.batch(0)
+        made.engines[0].open.clear()
+        evaluating = asyncio.ensure_future(evaluate(made))
+        await made.engines[0].running_requests(2)
+        holding = asyncio.ensure_future(made.scheduler.dispatcher.hold(10.0))
+        await asyncio.sleep(0)
+        made.engines[0].open.set()
+        await holding
+        made.serve(1)
+        made.scheduler.dispatcher.resume()
+        with pytest.raises(EvaluationError, match="version 1 was released while version 0 was evaluated"):
+            await evaluating
+
+    play(scene, engines=1, capacity=2)
+
+
+def test_a3_an_evaluation_has_a_deadline_and_leaves_nothing_behind():
+    async def scene(made: Scene) -> None:
+        made.serve(0)
+        await made.batch(0)
+        await made.settled()
+        made.engines[0].open.clear()
+        with pytest.raises(DeadlineExceeded, match=r"the evaluation at step 3 \(0 of 6 prompts done\)"):
+            await evaluate(made, timeout_s=0.05)
+        assert made.router.running() == []
+        made.engines[0].open.set()
+
+    play(scene, engines=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda made: None, "no weights have been released yet"),
+        (lambda made: setattr(made, "evaluation", replace(made.evaluation, prompts=[])), "set data.eval_path"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused(change, message):
+    async def scene(made: Scene) -> None:
+        change(made)
+        with pytest.raises(EvaluationError, match=message):
+            await evaluate(made)
+
+    play(scene)
+
+
+def test_an_evaluation_in_which_everything_fails_is_no_accuracy_of_0():
+    async def scene(made: Scene) -> None:
+        made.reward.verdict = lambda request: Failed("timeout")
+        made.serve(0)
+        with pytest.raises(EvaluationError, match="all 6 prompts failed: {'reward_timeout': 6}"):
+            await evaluate(made)
+
+    play(scene)

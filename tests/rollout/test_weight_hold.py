@@ -1,0 +1,193 @@
+"""Holds: the trainer gets idle engines, and its end never leaves them held or half written in service."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from scene import Scene, rollout
+
+from slimerl.resilience.deadline import DeadlineExceeded
+from slimerl.rollout.weights import HoldError
+from slimerl.samples.messages import EngineState, HoldReply, HoldRequest, ReleaseRequest
+
+Play = Callable[[Scene], Coroutine[Any, Any, None]]
+
+
+def play(scene: Play, **options: Any) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(30), rollout(**options) as made:
+            await scene(made)
+
+    asyncio.run(run())
+
+
+async def hold(made: Scene, version: int, lease_s: float = 20.0) -> HoldReply:
+    return await made.weights.hold(HoldRequest(version, lease_s))
+
+
+def commit(made: Scene, version: int, *engines: int) -> list[str]:
+    """What the trainer's sync does to engines: they hold `version`."""
+    for number in engines:
+        made.engines[number].version = str(version)
+    return [made.engines[number].engine_id for number in engines]
+
+
+async def sync(made: Scene, version: int) -> None:
+    reply = await hold(made, version)
+    whole = commit(made, version, *range(len(made.engines)))
+    made.weights.release(ReleaseRequest(reply.lease_id, version, whole))
+
+
+def states(made: Scene) -> list[tuple[EngineState, int]]:
+    return [(engine.state, engine.version) for engine in made.router.engines()]
+
+
+def test_the_first_hold_gives_the_joining_engines_and_its_release_puts_them_into_service():
+    async def scene(made: Scene) -> None:
+        reply = await hold(made, 0)
+        assert [engine.engine_id for engine in reply.engines] == ["engine-0", "engine-1"]
+        assert {engine.state for engine in reply.engines} == {EngineState.JOINING}
+        assert reply.engines[0].url == made.engines[0].url
+        made.weights.release(ReleaseRequest(reply.lease_id, 0, commit(made, 0, 0, 1)))
+        assert states(made) == [(EngineState.SERVING, 0)] * 2
+        assert len((await made.batch(0)).samples) == 6
+
+    play(scene)
+
+
+def test_a4_a_hold_waits_for_running_requests_and_keeps_new_ones_back():
+    async def scene(made: Scene) -> None:
+        await sync(made, 0)
+        made.engines[0].open.clear()
+        await made.engines[0].running_requests(1)
+        holding = asyncio.ensure_future(hold(made, 1))
+        await asyncio.sleep(0.02)
+        assert not holding.done()
+        sent = len(made.engines[0].requests)
+        made.engines[0].open.set()
+        reply = await holding
+        await asyncio.sleep(0.02)
+        assert len(made.engines[0].requests) == sent, "nothing may be sent to a held engine"
+        made.weights.release(ReleaseRequest(reply.lease_id, 1, commit(made, 1, 0)))
+        manifests = [await made.batch(step) for step in range(2)]
+        versions = {sample.newest_version for manifest in manifests for sample in manifest.samples}
+        assert versions == {0, 1}
+        assert all(one.oldest_version == one.newest_version for manifest in manifests for one in manifest.samples)
+
+    play(scene, engines=1, capacity=1, staleness=1)
+
+
+def test_a3_a_hold_that_cannot_drain_names_the_request_and_lets_the_run_go_on():
+    async def scene(made: Scene) -> None:
+        await sync(made, 0)
+        made.engines[0].open.clear()
+        await made.engines[0].running_requests(6)
+        with pytest.raises(DeadlineExceeded, match=r"6 requests to end before a weight update: .*/0 on engine-0"):
+            await hold(made, 1, lease_s=0.05)
+        made.engines[0].open.set()
+        await made.batch(0)
+        await sync(made, 1)
+
+    play(scene, engines=1)
+
+
+def test_two_holds_at_once_are_refused():
+    async def scene(made: Scene) -> None:
+        reply = await hold(made, 0)
+        with pytest.raises(HoldError, match=f"held already: lease {reply.lease_id} for version 0"):
+            await hold(made, 0)
+
+    play(scene)
+
+
+def test_releases_that_do_not_fit_the_lease_are_refused():
+    async def scene(made: Scene) -> None:
+        with pytest.raises(HoldError, match="lease x is not held"):
+            made.weights.release(ReleaseRequest("x", 0, []))
+        reply = await hold(made, 2)
+        with pytest.raises(HoldError, match="is for version 2, not 3"):
+            made.weights.release(ReleaseRequest(reply.lease_id, 3, ["engine-0"]))
+        made.weights.release(ReleaseRequest(reply.lease_id, 2, commit(made, 2, 0, 1)))
+        with pytest.raises(HoldError, match="version 1 is older than version 2"):
+            await hold(made, 1)
+
+    play(scene)
+
+
+def test_w2_engines_that_a_release_calls_dirty_or_does_not_name_are_quarantined():
+    async def scene(made: Scene) -> None:
+        reply = await hold(made, 0)
+        made.weights.release(ReleaseRequest(reply.lease_id, 0, commit(made, 0, 0), {"engine-1": "torn"}))
+        assert [state for state, _ in states(made)] == [EngineState.SERVING, EngineState.DIRTY, EngineState.DIRTY]
+        assert made.router.reasons() == {"engine-1": "torn", "engine-2": "the release said nothing of it"}
+        await made.batch(0)
+        assert [bool(engine.requests) for engine in made.engines] == [True, False, False]
+        await sync(made, 1)
+        assert [state for state, _ in states(made)] == [EngineState.SERVING] * 3
+
+    play(scene, engines=3)
+
+
+def test_a5_a_lease_that_runs_out_releases_what_was_committed_and_quarantines_the_rest():
+    """Fault: the trainer ends between the commit of one engine and that of the other."""
+
+    async def scene(made: Scene) -> None:
+        await sync(made, 0)
+        await made.batch(0)
+        reply = await hold(made, 1, lease_s=0.1)
+        commit(made, 1, 0)
+        made.engines[0].paused = True
+        await made.until(lambda: made.router.version == 1)
+        assert states(made) == [(EngineState.SERVING, 1), (EngineState.DIRTY, 0)]
+        assert not made.engines[0].paused
+        assert "the lease ran out" in made.router.reasons()["engine-1"]
+        with pytest.raises(HoldError, match="may have run out"):
+            made.weights.release(ReleaseRequest(reply.lease_id, 1, ["engine-0", "engine-1"]))
+        manifest = await made.batch(1)
+        assert {sample.oldest_version for sample in manifest.samples} == {1}
+        await sync(made, 2)
+        assert states(made) == [(EngineState.SERVING, 2)] * 2
+
+    play(scene)
+
+
+def test_w2_an_engine_that_said_the_version_before_the_lease_proves_nothing_by_saying_it_after():
+    """Fault: the trainer ends while it rewrites engines with the version that they hold already."""
+
+    async def scene(made: Scene) -> None:
+        await sync(made, 0)
+        await hold(made, 0, lease_s=0.05)
+        await made.until(lambda: not made.weights.busy)
+        assert states(made) == [(EngineState.DIRTY, 0)] * 2
+
+    play(scene)
+
+
+def test_the_first_hold_waits_for_every_engine_to_register():
+    async def scene(made: Scene) -> None:
+        made.weights.engines_expected = 3
+        made.weights.start_s = 0.05
+        with pytest.raises(DeadlineExceeded, match=r"3 engines to register \(registered: engine-0, engine-1"):
+            await hold(made, 0)
+        made.weights.start_s = 10.0
+        holding = asyncio.ensure_future(hold(made, 0))
+        await asyncio.sleep(0.01)
+        made.router.join(made.engines[0].info.__class__("engine-2", made.engines[0].url, "fake-key", 1))
+        made.weights.joined()
+        assert [engine.engine_id for engine in (await holding).engines] == ["engine-0", "engine-1", "engine-2"]
+
+    play(scene)
+
+
+def test_a_hold_without_any_engine_left_is_refused():
+    async def scene(made: Scene) -> None:
+        await sync(made, 0)
+        await made.batch(0)
+        for engine in made.engines:
+            made.router.leave(engine.engine_id, "gone")
+        with pytest.raises(HoldError, match="no engine is left to hold: .*gone"):
+            await hold(made, 1)
+        assert not made.weights.busy
+
+    play(scene)

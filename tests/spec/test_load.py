@@ -1,0 +1,136 @@
+"""The spec is strict: what it does not know it refuses, and the refusal names the key and the way out."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimerl.spec import SpecError, load_spec
+from slimerl.spec.load import all_keys, dump_spec, spec_from_tree
+from slimerl.spec.schema import RunSpec
+
+MINIMAL = {
+    "name": "tiny",
+    "model": {"path": "m"},
+    "data": {"train_path": "t.jsonl"},
+    "training": {"steps": 3, "prompts_per_step": 2},
+}
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def minimal(tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    return file
+
+
+def refusal(path, *overrides):
+    with pytest.raises(SpecError) as caught:
+        load_spec(path, overrides)
+    return str(caught.value)
+
+
+def test_a_minimal_spec_loads_with_defaults(minimal):
+    spec = load_spec(minimal)
+    assert spec.training.parallel.world_size == 1
+    assert spec.run_dir == Path("runs/tiny")
+
+
+def test_overrides_win_over_the_file_and_make_missing_sections(minimal):
+    spec = load_spec(minimal, ["training.steps=7", "training.parallel.tensor=2", "rollout.temperature=1"])
+    assert (spec.training.steps, spec.training.parallel.tensor, spec.rollout.temperature) == (7, 2, 1.0)
+
+
+def test_s1_an_unknown_key_is_named_with_the_nearest_right_one(minimal):
+    message = refusal(minimal, "training.step=3")
+    assert "unknown key 'training.step'" in message
+    assert "did you mean 'training.steps'" in message
+
+
+def test_s1_a_key_of_another_section_is_found_by_its_last_part(minimal):
+    assert "did you mean 'training.optimizer.lr'" in refusal(minimal, "training.lr=1")
+
+
+@pytest.mark.parametrize(
+    "override", ["training.steps=many", "training.steps=1.5", "training.steps=true", "data.chat_template=1"]
+)
+def test_s1_a_wrong_type_is_refused_and_shown(minimal, override):
+    key, _, value = override.partition("=")
+    message = refusal(minimal, override)
+    assert key in message
+    assert f"found {yaml.safe_load(value)!r}" in message
+
+
+def test_s1_every_fault_has_a_line_of_its_own(minimal):
+    assert len(refusal(minimal, "training.steps=x", "sead=1").splitlines()) == 2
+
+
+def test_a_key_that_stands_twice_is_refused(minimal):
+    minimal.write_text(minimal.read_text() + "name: other\n")
+    assert "'name' stands twice" in refusal(minimal)
+
+
+def test_a_missing_file_is_one_plain_line(tmp_path):
+    assert "cannot read the spec: No such file" in refusal(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "\t\n  x: :"])
+def test_text_that_is_no_mapping_is_refused(tmp_path, text):
+    file = tmp_path / "spec.yaml"
+    file.write_text(text)
+    assert str(file) in refusal(file)
+
+
+def test_an_override_without_a_value_says_how_to_write_it(minimal):
+    assert "section.key=value" in refusal(minimal, "training.steps")
+
+
+def test_an_override_through_a_value_is_refused(minimal):
+    assert "'name' is a value, not a section" in refusal(minimal, "name.first=1")
+
+
+def test_m3_a_nucleus_below_one_is_refused_since_the_ratio_would_be_biased(minimal):
+    assert "biased" in refusal(minimal, "rollout.top_p=0.9")
+
+
+def test_groups_of_one_are_refused_for_grpo(minimal):
+    assert "samples_per_prompt must be at least 2" in refusal(minimal, "rollout.samples_per_prompt=1")
+
+
+def test_a_context_too_short_for_prompt_and_response_is_refused(minimal):
+    assert "engine.context_tokens" in refusal(minimal, "engine.context_tokens=100")
+
+
+def test_s2_the_spec_is_frozen(minimal):
+    spec = load_spec(minimal)
+    with pytest.raises(ValueError, match="frozen"):
+        spec.training.steps = 9
+
+
+def test_the_dumped_spec_loads_to_an_equal_one(minimal):
+    spec = load_spec(minimal, ["output_dir=/x/y", "training.optimizer.lr=3.0e-4", "engine.extra_args=[--a, b]"])
+    assert spec_from_tree(yaml.safe_load(dump_spec(spec)), "dump") == spec
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_config_loads(config):
+    load_spec(config)
+
+
+@given(st.sampled_from(sorted(all_keys(RunSpec))), st.text("abcdefgh_", min_size=1, max_size=8))
+def test_s1_no_key_outside_the_schema_ever_passes(key, suffix):
+    section, _, leaf = key.rpartition(".")
+    unknown = f"{section}.{leaf}{suffix}" if section else leaf + suffix
+    if unknown in set(all_keys(RunSpec)):
+        return
+    tree = yaml.safe_load(yaml.safe_dump(MINIMAL))
+    node = tree
+    for part in unknown.split(".")[:-1]:
+        node = node.setdefault(part, {})
+    if isinstance(node, dict):
+        node[unknown.rpartition(".")[2]] = 1
+        with pytest.raises(SpecError, match="unknown key"):
+            spec_from_tree(tree, "tree")
