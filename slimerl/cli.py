@@ -98,3 +98,7 @@ def _checked(path: Path, overrides: list[str] | None) -> RunSpec:
 def _fail(message: str, code: int) -> NoReturn:
     Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    app()

@@ -21,7 +21,7 @@ def group_relative(
         groups: the group id of each sample, in any order and of any size.
 
     Returns:
-        Advantages in the order of `rewards`; the shares of groups without signal (all rewards equal) and of one sample.
+        Advantages in the order of `rewards`; figures: the share of groups of one.
     """
     members: dict[str, list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
@@ -33,7 +33,5 @@ def group_relative(
         scale = stdev(of_group) + STD_FLOOR if normalize_by_std and len(indices) > 1 else 1.0
         for index in indices:
             advantages[index] = (rewards[index] - mean) / scale
-    flat = sum(len({rewards[index] for index in indices}) == 1 for indices in members.values())
     alone = sum(len(indices) == 1 for indices in members.values())
-    count = max(1, len(members))
-    return advantages, {"groups_without_signal": flat / count, "groups_of_one": alone / count}
+    return advantages, {"train/groups_of_one_fraction": alone / max(1, len(members))}

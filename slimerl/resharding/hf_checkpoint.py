@@ -244,7 +244,12 @@ def _put_in_place(complete: Path, directory: Path) -> None:
     replaced = directory.with_name(f".{directory.name}.replaced-{os.getpid()}")
     if directory.exists():
         directory.rename(replaced)
-    complete.rename(directory)
+    try:
+        complete.rename(directory)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(directory)
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
     # The new name itself must survive a power cut.
     descriptor = os.open(directory.parent, os.O_RDONLY)

@@ -60,9 +60,12 @@ def main(spec: RunSpec) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(serve(spec))
-    except (DataError, TokenizerError, PoolError) as error:
+    except (DataError, TokenizerError) as error:
         print(error, file=sys.stderr)
         return 2
+    except PoolError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

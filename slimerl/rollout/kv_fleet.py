@@ -139,6 +139,10 @@ class Fleet:
             costs += np.maximum(self._prefilled_at - self.clock(), 0.0)
         return costs
 
+    def prefill_s(self, slot: int) -> float:
+        """Seconds per prompt token."""
+        return float(self._prefill[slot])
+
     def least(self, costs: np.ndarray) -> Seat | None:
         """The seat of least cost, among equals the least recently chosen; None where all are infinite."""
         least = costs.min() if costs.size else np.inf

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from slimerl.rollout.kv_fleet import EngineModel, Fleet, Seat
-from slimerl.rollout.kv_memory import Memory, Session
+from slimerl.rollout.kv_memory import Group, Memory, Session
 from slimerl.rollout.prefix_index import BLOCK_TOKENS, PrefixIndex, hash_blocks
 from slimerl.rollout.router import LeastLoaded, Query, Reservation, RouterError
 from slimerl.samples.messages import EngineInfo, EngineState
@@ -33,8 +33,10 @@ SATURATED_LOAD = 0.75
 group without making it wait; above, a group of long answers would keep one engine busy while others run dry."""
 SPREAD_WHEN_SATURATED = 2
 """Each further engine prefills the prompt once more; two keep 0.97 of the hits and halve the clumping."""
+HOME_SLOTS = 0.5
+"""A sibling follows its group to an engine that decodes with less than this share of its slots ..."""
 HOME_LOAD = 1.25
-"""A sibling follows its group only to an engine of at most so many times the mean load (or of idle slots)."""
+"""... or whose load is below so many times the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,10 @@ class _Plan:
     """What was found out when a query was routed, for its reservation."""
 
     query: Query
+    prompt: int
     keys: list[int]
-    found: dict[int, int]
+    cached: dict[int, int]
+    """Prompt tokens that are cached, by slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ class KvRouter:
         self._vacate(engine.engine_id)
         model = self._models.get(engine.engine_id, self._model)
         seat = self._seats[engine.engine_id] = self._fleet.add(engine.engine_id, model)
-        self._index.add(seat.slot, max(1, model.kv_tokens // BLOCK_TOKENS))
+        self._index.add(seat.slot, self._blocks(seat))
 
     def leave(self, engine_id: str, reason: str) -> None:
         """The engine is gone: DEAD, never routed to. It may join again."""
@@ -148,16 +152,9 @@ class KvRouter:
         session = self._memory.session(query.session)
         if session is not None and session.seat is not None and self._stays(session.seat, query):
             return session.seat.engine_id
-        costs = self._costs(query, session)
-        others = 0
-        for engine_id in query.avoid:
-            seat = self._seats.get(engine_id)
-            if seat is not None:
-                costs[seat.slot] = np.inf
-                others += seat.serving
-        seat = self._choose(query, session, costs)
-        if seat is None and others and self._fleet.serving == others:
-            seat = self._fleet.least(self._costs(query, session))
+        seat = self._choose(query, session, query.avoid)
+        if seat is None and query.avoid and self._all_avoided(query.avoid):
+            seat = self._choose(query, session, frozenset())
         return seat.engine_id if seat is not None else None
 
     def reserve(self, engine_id: str, query: Query) -> Reservation:
@@ -175,17 +172,18 @@ class KvRouter:
         if plan is None or plan.query is not query:
             plan = self._plan_of(query, session)
         self._plan = None
-        prompt = len(query.tokens) if query.tokens is not None else 0
-        cached = self._cached(seat, session, plan, prompt)
-        stays = session is not None and session.seat is seat and session.version == self.version
-        shared = session.shared if stays and session is not None else cached
-        kv = max(0, prompt - shared) + query.expected_new_tokens
-        self._fleet.take(seat, kv, prompt - cached, query.expected_new_tokens)
-        self._held[reservation.number] = _Held(seat, kv, prompt, query.expected_new_tokens, self.version)
+        expected = query.expected_new_tokens
+        cached = min(plan.cached.get(seat.slot, 0), plan.prompt)
+        shared = cached
+        if session is not None and session.seat is seat and session.version == self.version:
+            shared = min(session.shared, plan.prompt)
+        kv = plan.prompt - shared + expected
+        self._fleet.take(seat, kv, plan.prompt - cached, expected)
+        self._held[reservation.number] = _Held(seat, kv, plan.prompt, expected, self.version)
         self._index.insert(seat.slot, self.version, plan.keys)
         if query.session:
             session = self._memory.sent(query.session, query.group, plan.keys, seat)
-            session.version, session.held, session.shared = self.version, prompt, shared
+            session.version, session.held, session.shared = self.version, plan.prompt, shared
         return reservation
 
     def end(self, reservation: Reservation, generated: int = 0) -> None:
@@ -220,11 +218,93 @@ class KvRouter:
             return False
         return seat.load <= PIN_SLOTS or seat.load * fleet.serving <= PIN_LOAD * fleet.total_load
 
-    def _costs(self, query: Query, session: Session | None) -> np.ndarray:
-        """Seconds by slot; the plan is kept for the reservation that follows."""
+    def _all_avoided(self, avoid: frozenset[str]) -> bool:
+        """Is no engine in service but those?"""
+        return all(not seat.serving or name in avoid for name, seat in self._seats.items())
+
+    def _choose(self, query: Query, session: Session | None, avoid: frozenset[str]) -> Seat | None:
         plan = self._plan = self._plan_of(query, session)
-        prompt = len(query.tokens) if query.tokens is not None else 0
-        costs = self._fleet.costs(prompt, query.expected_new_tokens)
-        for slot, blocks in plan.found.items():
-            costs[slot] -= blocks * BLOCK_TOKENS * self._fleet.prefill_s(slot)
-        return costs
+        fleet = self._fleet
+        costs = fleet.costs(plan.prompt, query.expected_new_tokens)
+        for slot, tokens in plan.cached.items():
+            costs[slot] -= tokens * fleet.prefill_s(slot)
+        for engine_id in avoid:
+            if engine_id in self._seats:
+                costs[self._seats[engine_id].slot] = np.inf
+        group = self._memory.group(query.group) if query.group else None
+        if group is not None and (session is None or session.seat is None):
+            self._with_siblings(group, costs)
+        return fleet.least(costs)
+
+    def _with_siblings(self, group: Group, costs: np.ndarray) -> None:
+        """Keep a new sibling to the engines of its group that may take one more, or else to those beside them."""
+        fleet = self._fleet
+        saturated = fleet.total_load >= SATURATED_LOAD * fleet.total_slots
+        cap = -(-self.siblings // (SPREAD_WHEN_SATURATED if saturated else 1))
+        homes, full = [], []
+        for seat, count in group.spread.items():
+            if seat.gone or costs[seat.slot] == np.inf:
+                continue
+            if count >= cap:
+                full.append(seat.slot)
+            elif not self._crowded(seat):
+                homes.append(seat.slot)
+        if homes:
+            kept = costs[homes]
+            costs[:] = np.inf
+            costs[homes] = kept
+        elif full:
+            kept = costs[full]
+            costs[full] = np.inf
+            if costs.min() == np.inf:
+                costs[full] = kept
+
+    def _crowded(self, seat: Seat) -> bool:
+        fleet = self._fleet
+        return seat.load >= max(HOME_SLOTS * seat.model.slots, HOME_LOAD * fleet.total_load / fleet.serving)
+
+    def _plan_of(self, query: Query, session: Session | None) -> _Plan:
+        if query.tokens is None:
+            return _Plan(query, 0, [], {})
+        prompt = len(query.tokens)
+        group = self._memory.group(query.group) if session is None and query.group else None
+        known = session.keys if session is not None else group.keys if group is not None else ()
+        keys = hash_blocks(query.tokens, known)
+        found = self._index.match(self.version, keys)
+        cached = {slot: blocks * BLOCK_TOKENS for slot, blocks in found.items()}
+        if session is not None and session.seat is not None and session.version == self.version:
+            # The engine has the answer's tokens too, unless the index says that the prompt went meanwhile.
+            slot, before = session.seat.slot, len(session.keys)
+            whole = before <= found.get(slot, 0) and keys[:before][-1:] == session.keys[-1:]
+            if whole and not session.seat.gone and session.held <= prompt:
+                cached[slot] = max(cached.get(slot, 0), session.held)
+        return _Plan(query, prompt, keys, cached)
+
+    # --- states
+
+    def _vacate(self, engine_id: str) -> None:
+        self._draining.discard(engine_id)
+        seat = self._seats.pop(engine_id, None)
+        if seat is not None:
+            self._index.drop(seat.slot)
+            self._fleet.remove(seat)
+        self._plan = None
+
+    def _settle(self) -> None:
+        """Take the roster's states over; what is not to be trusted holds nothing."""
+        self._plan = None
+        for info in self._roster.engines():
+            seat = self._seats.get(info.engine_id)
+            if seat is None:
+                continue
+            self._fleet.serve(seat, info.state is EngineState.SERVING and info.engine_id not in self._draining)
+            if info.state in (EngineState.DIRTY, EngineState.STALE):
+                self._index.add(seat.slot, self._blocks(seat))
+
+    def _blocks(self, seat: Seat) -> int:
+        return max(1, seat.model.kv_tokens // BLOCK_TOKENS)
+
+    def _seen(self, info: EngineInfo) -> EngineInfo:
+        if info.state is EngineState.SERVING and info.engine_id in self._draining:
+            return msgspec.structs.replace(info, state=EngineState.DRAINING)
+        return info

@@ -14,7 +14,8 @@ import xxhash
 
 from slimerl.samples.rows import DataError, Row, parse_rows, raise_faults
 
-Encode = Callable[[str], Sequence[int]]
+Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+"""Texts of prompts → token ids of each, chat template included. All at once: tokenizers are fast in bulk alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,6 @@ def tokenize_rows(rows: Sequence[Row], encode: Encode, max_tokens: int, source: 
     """Encode every prompt.
 
     Args:
-        encode: text of a prompt → token ids, chat template included.
         max_tokens: `data.max_prompt_tokens`.
         source: name of the file in errors.
 
@@ -57,8 +57,8 @@ def tokenize_rows(rows: Sequence[Row], encode: Encode, max_tokens: int, source: 
     """
     prompts = []
     faults = []
-    for row in rows:
-        tokens = tuple(encode(row.prompt))
+    for row, ids in zip(rows, encode([row.prompt for row in rows]), strict=True):
+        tokens = tuple(ids)
         if not tokens:
             faults.append(f"{source}:{row.line}: prompt of id '{row.row_id}' has no tokens")
         elif len(tokens) > max_tokens:

@@ -39,16 +39,19 @@ class PromptTokenizer:
         if not self.stop_token_ids:
             raise TokenizerError(f"{model_path}: neither tokenizer nor config.json names an end-of-sequence token")
 
-    def encode(self, prompt: str) -> list[int]:
-        """Ids of a prompt, framed as one user turn where `data.chat_template` is set."""
+    def encode(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Ids of each prompt, framed as one user turn where `data.chat_template` is set."""
+        # A template writes the special tokens itself.
+        texts = [self._framed(prompt) for prompt in prompts]
+        return self._tokenizer(texts, add_special_tokens=not self._data.chat_template)["input_ids"]
+
+    def _framed(self, prompt: str) -> str:
         if not self._data.chat_template:
-            return list(self._tokenizer(prompt)["input_ids"])
+            return prompt
         turns = [{"role": "user", "content": prompt}]
         if self._data.system_prompt is not None:
             turns.insert(0, {"role": "system", "content": self._data.system_prompt})
-        text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        # The template has written the special tokens already.
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of a response without special tokens."""

@@ -40,7 +40,7 @@ class _Lease:
 
 @dataclass
 class WeightHold:
-    """`engines_expected`: the first hold waits for so many to register, up to `start_s` seconds."""
+    """`engines_expected`: the first hold waits for so many to register, up to `start_s` or the lease's seconds."""
 
     dispatcher: Dispatcher
     engines: Engines
@@ -69,7 +69,7 @@ class WeightHold:
         self._busy = f"draining for version {request.version}"
         try:
             if router.version < 0:
-                await self._all_registered()
+                await self._all_registered(min(self.start_s, request.lease_s))
             await self.dispatcher.hold(request.lease_s)
         except BaseException:
             self._busy = ""
@@ -125,10 +125,10 @@ class WeightHold:
             self._expiry.cancel()
             await asyncio.gather(self._expiry, return_exceptions=True)
 
-    async def _all_registered(self) -> None:
+    async def _all_registered(self, within_s: float) -> None:
         """The first version goes to all engines at once: before it nothing could be served anyway."""
         router = self.dispatcher.router
-        deadline = Deadline(f"{self.engines_expected} engines to register", self.start_s)
+        deadline = Deadline(f"{self.engines_expected} engines to register", within_s)
         while len(alive := [one.engine_id for one in router.engines() if one.state is not EngineState.DEAD]) < (
             self.engines_expected
         ):

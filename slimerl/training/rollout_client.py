@@ -6,6 +6,7 @@ or an error that names the path and what the service said, within its deadline.
 
 import http.client
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -35,6 +36,8 @@ from slimerl.samples.messages import (
 )
 from slimerl.samples.messages import Path as Endpoint
 
+POLL_S = 0.2
+
 ANSWER_MARGIN_S = 10.0
 """How long after its own deadline the service may still be answering that it has passed."""
 
@@ -56,17 +59,24 @@ class RolloutClient:
 
     @staticmethod
     def connect(run_dir: Path, deadline: Deadline, request_s: float) -> "RolloutClient":
-        """Wait until the rollout role has announced itself (it listens by then).
+        """Wait until the rollout role has announced itself and answers.
 
         Raises:
-            DeadlineExceeded: it has not.
-            ServiceFailed: it has, but does not answer.
+            DeadlineExceeded: says whether the address file was missing, or what became of the last call.
         """
         file = run_dir / ADDRESS_FILE
-        deadline.wait_until(file.exists, detail=lambda: f"{file} is not there")
-        client = RolloutClient(msgspec.json.decode(file.read_bytes(), type=ServiceAddress), request_s)
-        client.health()
-        return client
+        while True:
+            try:
+                client = RolloutClient(msgspec.json.decode(file.read_bytes(), type=ServiceAddress), request_s)
+                client.health()
+            except FileNotFoundError:
+                deadline.check(f"{file} is not there")
+            except ServiceFailed as error:
+                # the file may be left from an earlier run and about to be replaced
+                deadline.check(str(error))
+            else:
+                return client
+            time.sleep(min(POLL_S, deadline.remaining_s))
 
     def health(self) -> None:
         self._call("GET", Endpoint.HEALTH, b"", self._request_s)

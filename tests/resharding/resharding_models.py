@@ -46,6 +46,18 @@ def dense_configs(draw: st.DrawFn, tensor: int = 1, engine: int = 1) -> dict[str
     }
 
 
+@st.composite
+def moe_configs(draw: st.DrawFn, tensor: int = 1, expert_tensor: int = 1, expert: int = 1) -> dict[str, Any]:
+    """A Qwen3-MoE that can be cut over `tensor` ranks, its experts over `expert` groups of `expert_tensor`."""
+    config = draw(dense_configs(tensor=tensor, engine=tensor))
+    return config | {
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_experts": draw(st.integers(1, 3)) * expert,
+        "moe_intermediate_size": draw(st.integers(1, 4)) * expert_tensor,
+    }
+
+
 def random_state(config: dict[str, Any]) -> State:
     """A checkpoint whose elements all differ (in bf16, any 65,536 in a row), so that no two places can be confused."""
     state, count = {}, 1
@@ -70,6 +82,14 @@ def _padded(table: torch.Tensor, rows: int, part: int, parts: int) -> torch.Tens
     return F.pad(table, (0, 0, 0, rows - len(table))).chunk(parts)[part]
 
 
+def _megatron_mlp(state: State, hf: str, core: str, size: int, part: int) -> State:
+    gate, up = (state[f"{hf}{name}_proj.weight"].chunk(size)[part] for name in ("gate", "up"))
+    return {
+        f"{core}linear_fc1.weight": torch.cat([gate, up]),
+        f"{core}linear_fc2.weight": state[f"{hf}down_proj.weight"].chunk(size, dim=1)[part],
+    }
+
+
 def megatron_reference(config: dict[str, Any], state: State, layout: MegatronLayout, rank: int) -> State:
     """Parameters of a GPTModel of one pipeline stage with the local specification."""
     size, part = layout.tensor, rank % layout.tensor
@@ -83,9 +103,16 @@ def megatron_reference(config: dict[str, Any], state: State, layout: MegatronLay
                 each = [state[f"{hf}{name}.{kind}"] for name in LAYER_NAMES]
                 grouped = torch.cat([tensor.view(groups, -1, *tensor.shape[1:]) for tensor in each], dim=1)
                 found[f"{core}self_attention.linear_qkv.{kind}"] = grouped.flatten(0, 1).chunk(size)[part]
-        gate, up = (state[f"{hf}mlp.{name}_proj.weight"].chunk(size)[part] for name in ("gate", "up"))
-        found[f"{core}mlp.linear_fc1.weight"] = torch.cat([gate, up])
-        found[f"{core}mlp.linear_fc2.weight"] = state[f"{hf}mlp.down_proj.weight"].chunk(size, dim=1)[part]
+        if "num_experts" in config:
+            found[f"{core}mlp.router.weight"] = state[f"{hf}mlp.gate.weight"]
+            expert_size = layout.expert_tensor or size
+            each = config["num_experts"] // layout.expert
+            for local in range(each):
+                expert = rank // expert_size % layout.expert * each + local
+                where = f"{core}mlp.experts.local_experts.{local}."
+                found |= _megatron_mlp(state, f"{hf}mlp.experts.{expert}.", where, expert_size, rank % expert_size)
+        else:
+            found |= _megatron_mlp(state, f"{hf}mlp.", f"{core}mlp.", size, part)
         output = state[f"{hf}self_attn.o_proj.weight"]
         found[f"{core}self_attention.linear_proj.weight"] = output.chunk(size, dim=1)[part]
         found[f"{core}input_layernorm.weight"] = state[f"{hf}input_layernorm.weight"]
@@ -99,8 +126,8 @@ def megatron_reference(config: dict[str, Any], state: State, layout: MegatronLay
     return found
 
 
-def engine_reference(config: dict[str, Any], state: State, size: int, part: int) -> State:
-    """Parameters of SGLang's model on one tensor-parallel rank."""
+def engine_reference(config: dict[str, Any], state: State, size: int, part: int, expert: int = 1) -> State:
+    """Parameters of SGLang's model on one tensor-parallel rank; its experts are cut into `expert` groups."""
     rows = -(-config["vocab_size"] // 64) * 64
     if rows % size:
         rows = -(-config["vocab_size"] // (64 * size)) * 64 * size
@@ -119,6 +146,8 @@ def engine_reference(config: dict[str, Any], state: State, size: int, part: int)
                 first = part * kv_heads // size
                 shards.append(heads[first : first + per_rank].flatten(0, 1))
             found[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(shards)
+        elif ".experts." in name:
+            continue
         elif ".gate_proj." in name:
             up = state[name.replace(".gate_proj.", ".up_proj.")]
             fused = torch.stack([tensor, up]).unflatten(1, (size, -1))[:, part]
@@ -127,4 +156,20 @@ def engine_reference(config: dict[str, Any], state: State, size: int, part: int)
             found[name] = tensor.chunk(size, dim=1)[part]
         elif not any(kind in name for kind in (".k_proj.", ".v_proj.", ".up_proj.")):
             found[name] = tensor
+    for layer in range(config["num_hidden_layers"] if "num_experts" in config else 0):
+        found |= _engine_experts(config, state, f"model.layers.{layer}.mlp.experts.", size // expert, part, expert)
     return found
+
+
+def _engine_experts(config: dict[str, Any], state: State, prefix: str, inside: int, part: int, expert: int) -> State:
+    """`inside` ranks share an expert; [gate; up] of each expert in w13."""
+    whole = {
+        kind: torch.stack([state[f"{prefix}{number}.{kind}_proj.weight"] for number in range(config["num_experts"])])
+        for kind in ("gate", "up", "down")
+    }
+    mine = {kind: stack.chunk(expert)[part // inside] for kind, stack in whole.items()}
+    gate, up = (mine[kind].chunk(inside, dim=1)[part % inside] for kind in ("gate", "up"))
+    return {
+        f"{prefix}w13_weight": torch.cat([gate, up], dim=1),
+        f"{prefix}w2_weight": mine["down"].chunk(inside, dim=2)[part % inside],
+    }

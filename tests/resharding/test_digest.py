@@ -138,7 +138,10 @@ def test_a_gpu_gives_the_same_digest():
         assert whole(tensor.cuda()) == whole(tensor)
 
 
-def test_the_digest_is_the_documented_sum():
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.int64, (3, 2)), (torch.bfloat16, (3, 7)), (torch.bfloat16, (2, 3, 4))], ids=str
+)
+def test_the_digest_is_the_documented_sum(dtype, shape):
     """The formula in the module's docstring, in Python integers."""
 
     def splitmix(seed: int, index: int) -> int:
@@ -151,11 +154,15 @@ def test_the_digest_is_the_documented_sum():
         word = (word ^ word >> 32) * 0x9E3779B97F4A7C15 % MODULUS
         return word ^ word >> 32
 
-    tensor = random_tensor((3, 2), torch.int64, 8)
+    tensor = random_tensor(shape, dtype, 8)
+    words = granule(shape, dtype.itemsize)
     total = 0
-    for row, column in itertools.product(range(3), range(2)):
-        weight = splitmix(digest_module._ROW_SEED, row) * splitmix(digest_module._COLUMN_SEED, column)
-        total += mix(int(tensor[row, column]) % MODULUS) * weight
+    for row, elements in enumerate(tensor.view(-1, shape[-1])):
+        raw = bytes(elements.view(torch.uint8).tolist())
+        for column in range(len(raw) // words):
+            word = int.from_bytes(raw[column * words : (column + 1) * words], "little")
+            weight = splitmix(digest_module._ROW_SEED, row) * splitmix(digest_module._COLUMN_SEED, column)
+            total += mix(word) * weight
     assert whole(tensor, "name") == total * digest_module._name_key("name") % MODULUS
 
 

@@ -1,17 +1,26 @@
 """The tables against an independent account of both layouts, and there and back, bit for bit."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from resharding_models import State, dense_configs, engine_reference, megatron_reference, random_state, same_bits
+from resharding_models import (
+    State,
+    dense_configs,
+    engine_reference,
+    megatron_reference,
+    moe_configs,
+    random_state,
+    same_bits,
+)
 
 from slimerl.resharding.assemble import collect, scatter
 from slimerl.resharding.coverage import owned_placements
 from slimerl.resharding.families import family_of
-from slimerl.resharding.layouts import EngineLayout, MegatronLayout
+from slimerl.resharding.layouts import EngineLayout, MegatronLayout, ModuleNames
 from slimerl.resharding.tensors import Placement
 
 EXAMPLES = settings(max_examples=120, deadline=None, derandomize=True)
@@ -53,8 +62,17 @@ def megatron_cases(draw: st.DrawFn) -> tuple[dict[str, Any], MegatronLayout]:
     )
 
 
+@st.composite
+def moe_cases(draw: st.DrawFn) -> tuple[dict[str, Any], MegatronLayout]:
+    tensor, data = draw(st.sampled_from([(1, 1), (1, 4), (2, 1), (2, 2), (4, 1), (2, 4)]))
+    expert_tensor = draw(st.sampled_from([size for size in (1, 2, 4) if tensor * data % size == 0]))
+    expert = draw(st.sampled_from([size for size in (1, 2, 4) if tensor * data % (size * expert_tensor) == 0]))
+    config = draw(moe_configs(tensor=tensor, expert_tensor=expert_tensor, expert=expert))
+    return config, MegatronLayout(tensor=tensor, data=data, expert=expert, expert_tensor=expert_tensor)
+
+
 @EXAMPLES
-@given(megatron_cases())
+@given(st.one_of(megatron_cases(), moe_cases()))
 def test_w10_checkpoint_to_megatron_and_back_is_bit_exact_with_equal_keys(case):
     config, layout = case
     family, state = family_of(config), random_state(config)
@@ -66,10 +84,10 @@ def test_w10_checkpoint_to_megatron_and_back_is_bit_exact_with_equal_keys(case):
 
 
 @EXAMPLES
-@given(megatron_cases())
-def test_megatron_shards_are_what_megatron_holds(case):
+@given(st.one_of(megatron_cases(), moe_cases()))
+def test_w9_megatron_shards_are_what_megatron_holds(case):
     config, layout = case
-    layout = MegatronLayout(tensor=layout.tensor, data=layout.data, vocabulary_multiple=layout.vocabulary_multiple)
+    layout = replace(layout, pipeline=1, virtual=1)
     state = random_state(config)
     for rank in range(layout.world_size):
         placements = family_of(config).megatron_placements(config, layout, rank)
@@ -85,6 +103,18 @@ def test_engine_shards_are_what_sglang_holds(data):
     for rank in range(size):
         placements = family_of(config).engine_placements(config, EngineLayout(tensor=size), rank)
         assert_same(filled(placements, state), engine_reference(config, state, size, rank))
+
+
+@EXAMPLES
+@given(st.data())
+def test_engine_shards_of_experts_are_what_sglang_holds(data):
+    size = data.draw(st.sampled_from([1, 2, 4, 8]))
+    expert = data.draw(st.sampled_from([groups for groups in (1, 2, 4, 8) if size % groups == 0]))
+    config = data.draw(moe_configs(tensor=size, expert_tensor=size // expert, expert=expert))
+    state = random_state(config)
+    for rank in range(size):
+        placements = family_of(config).engine_placements(config, EngineLayout(tensor=size, expert=expert), rank)
+        assert_same(filled(placements, state), engine_reference(config, state, size, rank, expert))
 
 
 @EXAMPLES
@@ -172,6 +202,17 @@ def test_transformer_engine_names_differ_only_where_norms_are_fused_into_the_lin
     assert {name for name in names[1] - names[0] if ".0." in name} == {
         "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
         "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+    }
+
+
+def test_transformer_engine_groups_experts_and_keeps_the_norm_before_them():
+    config = small_config(model_type="qwen3_moe", num_experts=2, moe_intermediate_size=4, num_hidden_layers=1)
+    layout = MegatronLayout(names=ModuleNames.TRANSFORMER_ENGINE)
+    names = {placement.parameter for placement in family_of(config).megatron_placements(config, layout, 0)}
+    assert {name for name in names if "mlp" in name} == {
+        "decoder.layers.0.pre_mlp_layernorm.weight",
+        "decoder.layers.0.mlp.router.weight",
+        *(f"decoder.layers.0.mlp.experts.linear_fc{number}.weight{expert}" for number in (1, 2) for expert in (0, 1)),
     }
 
 

@@ -52,13 +52,14 @@ class Scene:
     def store(self) -> SampleStore:
         return self.scheduler.store
 
-    def serve(self, version: int) -> None:
+    async def serve(self, version: int) -> None:
         """Every engine holds `version`, as after a sync."""
+        await self.scheduler.dispatcher.hold(PATIENCE_S)
         for engine in self.engines:
             engine.version = str(version)
         self.router.release(version, [engine.engine_id for engine in self.engines], {})
-        self.scheduler.dispatcher.refresh()
         self.scheduler.advance(version)
+        self.scheduler.dispatcher.resume()
 
     async def batch(self, step: int, timeout_s: float = PATIENCE_S) -> BatchManifest:
         return await self.service.next_batch(NextBatchRequest(step, timeout_s))

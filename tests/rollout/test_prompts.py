@@ -6,8 +6,8 @@ from slimerl.rollout.prompts import Prompt, PromptStream, read_rows, sampling_se
 from slimerl.samples.rows import DataError, Row
 
 
-def encode(text: str) -> list[int]:
-    return [ord(character) for character in text]
+def encode(texts: list[str]) -> list[list[int]]:
+    return [[ord(character) for character in text] for text in texts]
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -26,7 +26,7 @@ def test_r3_over_long_prompts_are_refused_with_file_line_and_remedy():
 
 def test_r3_a_prompt_without_tokens_is_refused():
     with pytest.raises(DataError, match="data:1: prompt of id 'a' has no tokens"):
-        tokenize_rows([Row("a", "x", "6", 1)], lambda text: [], 4, "data")
+        tokenize_rows([Row("a", "x", "6", 1)], lambda texts: [[]], 4, "data")
 
 
 def test_r3_unreadable_files_are_refused_by_name(tmp_path):

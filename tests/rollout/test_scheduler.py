@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def of_group(manifest: BatchManifest) -> dict[str, int]:
 
 def test_a_batch_holds_whole_groups_with_tokens_as_the_engine_gave_them():
     async def scene(made: Scene) -> None:
-        made.serve(0)
+        await made.serve(0)
         manifest = await made.batch(0)
         assert list(of_group(manifest).values()) == [3, 3]
         assert manifest.step == 0
@@ -71,7 +72,7 @@ def test_a1_staleness_0_is_synchronous():
         await asyncio.sleep(0.02)
         assert requests(made) == 0, "nothing may start before the first weights"
         for version in range(3):
-            made.serve(version)
+            await made.serve(version)
             manifest = await made.batch(version)
             await made.settled()
             assert requests(made) == 6 * (version + 1)
@@ -85,10 +86,12 @@ def test_a1_staleness_0_is_synchronous():
 def test_a1_staleness_1_runs_one_batch_ahead_and_no_further():
     async def scene(made: Scene) -> None:
         for version in range(3):
-            made.serve(version)
+            await made.serve(version)
             manifest = await made.batch(version)
+            expected = 6 * (version + 2)
+            await made.until(partial(lambda count: requests(made) >= count, expected))
             await made.settled()
-            assert requests(made) == 6 * (version + 2)
+            assert requests(made) == expected
             assert manifest.metrics["rollout/staleness_max"] == (1 if version else 0)
 
     play(scene, staleness=1)
@@ -97,7 +100,7 @@ def test_a1_staleness_1_runs_one_batch_ahead_and_no_further():
 def test_groups_are_admitted_only_as_engines_have_room():
     async def scene(made: Scene) -> None:
         made.engines[0].open.clear()
-        made.serve(0)
+        await made.serve(0)
         await made.engines[0].running_requests(3)
         assert made.store.counts().admitted == 3
         made.engines[0].open.set()
@@ -118,7 +121,7 @@ def test_a2_books_balance_through_a_storm_of_faults():
             engine.faults.extend(chance.choices([*[""] * 12, "500", "drop", "400", "abort", "empty"], k=400))
         trained = 0
         for version in range(12):
-            made.serve(version)
+            await made.serve(version)
             manifest = await made.batch(version)
             assert len(of_group(manifest)) == 2
             assert min(of_group(manifest).values()) >= 2
@@ -144,7 +147,7 @@ def test_a_replayed_run_draws_the_same_tokens_whatever_fails_and_however_many_en
         async def scene(made: Scene) -> None:
             made.engines[0].faults.extend(faults)
             for version in range(2):
-                made.serve(version)
+                await made.serve(version)
                 ids = [sample.sample_id for sample in (await made.batch(version)).samples]
                 drawn.update({payload.sample_id: payload.tokens for payload in made.store.payloads(ids)})
 
@@ -157,13 +160,13 @@ def test_a_replayed_run_draws_the_same_tokens_whatever_fails_and_however_many_en
 def test_a_group_that_loses_a_sample_goes_on_and_one_that_loses_more_is_replaced():
     async def scene(made: Scene) -> None:
         made.engines[0].faults.extend(["400", "", "", "400", "400", ""])
-        made.serve(0)
+        await made.serve(0)
         manifest = await made.batch(0)
         assert sorted(of_group(manifest).values()) == [2, 3]
         assert made.store.counts().dropped == {"generation_refused": 3, GROUP_TOO_SMALL: 1}
         assert manifest.metrics["rollout/dropped"] == 4
         assert manifest.metrics["rollout/dropped_generation_refused"] == 3
-        made.serve(1)
+        await made.serve(1)
         assert (await made.batch(1)).metrics["rollout/dropped"] == 0
 
     play(scene, engines=1)
@@ -174,7 +177,7 @@ def test_a6_cancelled_tasks_are_outcomes_and_their_slots_come_back():
 
     async def scene(made: Scene) -> None:
         made.engines[0].open.clear()
-        made.serve(0)
+        await made.serve(0)
         await made.engines[0].running_requests(2)
         for task in list(made.scheduler._tasks.values()):
             task.cancel()
@@ -208,7 +211,7 @@ def test_a6_a_bug_while_judging_costs_the_sample_and_not_the_loop():
             return Scored(1.0, True)
 
         made.reward.verdict = verdict
-        made.serve(0)
+        await made.serve(0)
         await made.batch(0)
         assert made.store.counts().dropped["internal_error"] == 1
 
@@ -223,7 +226,7 @@ def judged_by_number(outcomes: list[Outcome]) -> Callable[[RewardRequest], Outco
 def test_r2_wrong_unparsable_and_failed_are_told_apart():
     async def scene(made: Scene) -> None:
         made.reward.verdict = judged_by_number([Scored(1.0, True), Scored(0.0, False), Unparsable(), Failed("timeout")])
-        made.serve(0)
+        await made.serve(0)
         manifest = await made.batch(0)
         assert [(sample.reward, sample.correct) for sample in manifest.samples] == [
             (1.0, True),
@@ -240,7 +243,7 @@ def test_r2_wrong_unparsable_and_failed_are_told_apart():
 def test_r2_a_failed_reward_may_count_as_0_but_never_as_a_wrong_answer():
     async def scene(made: Scene) -> None:
         made.reward.verdict = judged_by_number([Scored(1.0, True), Failed("timeout"), Scored(0.0, False)])
-        made.serve(0)
+        await made.serve(0)
         manifest = await made.batch(0)
         assert [sample.correct for sample in manifest.samples] == [True, None, False]
         assert manifest.metrics["rollout/accuracy"] == 0.5
@@ -254,7 +257,7 @@ def test_the_manifest_says_what_the_rollout_measured():
         made.reward.verdict = judged_by_number([Scored(1.0, True), Scored(0.0, False), Scored(0.0, False)])
         for engine in made.engines:
             engine.delay_s = 0.05
-        made.serve(0)
+        await made.serve(0)
         manifest = await made.batch(0)
         lengths = [sample.response_length for sample in manifest.samples]
         metrics = manifest.metrics
@@ -272,7 +275,7 @@ def test_the_manifest_says_what_the_rollout_measured():
 
 def test_the_same_batch_is_handed_out_again_until_it_is_trained():
     async def scene(made: Scene) -> None:
-        made.serve(0)
+        await made.serve(0)
         first = await made.batch(0)
         assert (await made.batch(0)).samples == first.samples
         assert requests(made) == 6
@@ -283,7 +286,7 @@ def test_the_same_batch_is_handed_out_again_until_it_is_trained():
 def test_a3_a_batch_that_does_not_come_says_what_it_waits_for():
     async def scene(made: Scene) -> None:
         made.engines[0].open.clear()
-        made.serve(0)
+        await made.serve(0)
         await made.engines[0].running_requests(6)
         with pytest.raises(DeadlineExceeded) as caught:
             await made.batch(0, timeout_s=0.05)
@@ -307,7 +310,7 @@ def test_a3_without_an_engine_left_the_trainer_is_told_at_once():
     """Fault: every engine dies while a batch is awaited."""
 
     async def scene(made: Scene) -> None:
-        made.serve(0)
+        await made.serve(0)
         for engine in made.engines:
             engine.open.clear()
         await made.engines[0].running_requests(3)
@@ -315,7 +318,7 @@ def test_a3_without_an_engine_left_the_trainer_is_told_at_once():
         for engine in made.engines:
             engine.healthy = False
             await engine.stop()
-        with pytest.raises(NoEngine, match="no engine serves version 0: engine-0 is dead: .*; engine-1 is dead"):
+        with pytest.raises(NoEngine, match=r"no engine serves version 0: engine-0 is dead: .*; engine-1 is dead"):
             await waiting
         assert made.router.running() == []
         made.store.check()
@@ -326,8 +329,8 @@ def test_a3_without_an_engine_left_the_trainer_is_told_at_once():
 def test_the_run_stops_when_group_after_group_comes_to_nothing():
     async def scene(made: Scene) -> None:
         made.reward.verdict = lambda request: Failed("timeout")
-        made.serve(0)
-        with pytest.raises(RolloutStopped, match="8 groups in a row came to nothing; .* reward_timeout"):
+        await made.serve(0)
+        with pytest.raises(RolloutStopped, match=r"8 groups in a row came to nothing; .* reward_timeout"):
             await made.batch(0)
         await made.settled()
 
@@ -336,9 +339,9 @@ def test_the_run_stops_when_group_after_group_comes_to_nothing():
 
 def test_no_more_batches_than_the_run_has_steps():
     async def scene(made: Scene) -> None:
-        made.serve(0)
+        await made.serve(0)
         await made.batch(0)
-        made.serve(1)
+        await made.serve(1)
         await made.settled()
         assert requests(made) == 6
         with pytest.raises(RolloutStopped, match="all 1 batches"):
@@ -354,9 +357,9 @@ def test_a8_work_on_the_event_loop_is_measured_and_told():
         lag = LoopLag()
         async with rollout(lag=lag) as made:
             watching = asyncio.ensure_future(lag.watch())
-            made.serve(0)
+            await made.serve(0)
             await asyncio.sleep(0.1)
-            time.sleep(0.25)  # noqa: ASYNC251
+            time.sleep(0.25)
             await asyncio.sleep(0.1)
             assert 0.15 < (await made.batch(0)).metrics["rollout/event_loop_lag_s"] < 1
             assert (await made.batch(0)).metrics["rollout/event_loop_lag_s"] < 0.1

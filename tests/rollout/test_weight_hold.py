@@ -186,7 +186,7 @@ def test_a_hold_without_any_engine_left_is_refused():
         await made.batch(0)
         for engine in made.engines:
             made.router.leave(engine.engine_id, "gone")
-        with pytest.raises(HoldError, match="no engine is left to hold: .*gone"):
+        with pytest.raises(HoldError, match=r"no engine is left to hold: .*gone"):
             await hold(made, 1)
         assert not made.weights.busy
 

@@ -259,6 +259,4 @@ class Lives(RuleBasedStateMachine):
 
 
 test_a2_conservation_holds_through_any_life = Lives.TestCase
-test_a2_conservation_holds_through_any_life.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+test_a2_conservation_holds_through_any_life.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

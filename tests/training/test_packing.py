@@ -64,7 +64,7 @@ def test_minibatches_are_consecutive_and_of_equal_size(step):
 
 
 def test_more_minibatches_than_samples_are_refused():
-    with pytest.raises(ValueError, match="2 samples cannot be cut into training.minibatches_per_step = 3"):
+    with pytest.raises(ValueError, match=r"2 samples cannot be cut into .* = 3"):
         plan_step([4, 4], 1, 100, 3)
 
 

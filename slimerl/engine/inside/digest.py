@@ -28,9 +28,10 @@ _LOW_HALF = (1 << 32) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _SPLITMIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _ROW_SEED, _COLUMN_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344
-# Half a MiB a chunk: input and temporaries stay in the L2 cache of a core (4.5 GB/s a core measured, half of it at
-# a quarter of the size). A GPU wants fewer, larger launches.
-_CHUNK_WORDS = {"cpu": 1 << 16}
+# A quarter of a MiB a chunk: input and temporaries stay in the L2 cache of a core, and torch runs an operation of this
+# size on the calling thread. Larger ones it would split over OpenMP threads, whose barriers cost fifty times the work
+# as soon as another process wants the same cores. A GPU wants fewer, larger launches.
+_CHUNK_WORDS = {"cpu": 1 << 15}
 _GPU_CHUNK_WORDS = 1 << 22
 _INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

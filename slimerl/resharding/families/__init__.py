@@ -11,8 +11,9 @@ from slimerl.resharding.families.family import Family, model_dtype
 from slimerl.resharding.families.llama import LLAMA
 from slimerl.resharding.families.qwen2 import QWEN2
 from slimerl.resharding.families.qwen3 import QWEN3
+from slimerl.resharding.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
 
 __all__ = ["FAMILIES", "ConfigError", "Family", "family_of", "model_dtype"]
 

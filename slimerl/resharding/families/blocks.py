@@ -78,10 +78,10 @@ def embedding(size: Dimensions) -> Block:
     )
 
 
-def norm(name: str, width: int, megatron: str, transformer_engine: str | None = None) -> Block:
-    """A norm's weight, on every rank; SGLang keeps the checkpoint's name."""
+def replicated(name: str, shape: tuple[int, ...], megatron: str, transformer_engine: str | None = None) -> Block:
+    """A weight that every rank holds whole (norms, routers); SGLang keeps the checkpoint's name."""
     return Block(
-        weights=(Weight(name, (width,)),),
+        weights=(Weight(name, shape),),
         megatron=(Rule(megatron, (name,), ROWS, Axis.NONE, transformer_engine),),
         engine=(Rule(name, (name,), ROWS, Axis.NONE),),
     )
@@ -90,7 +90,7 @@ def norm(name: str, width: int, megatron: str, transformer_engine: str | None = 
 def head(size: Dimensions) -> Block:
     """Final norm and output layer. Tied: no weight of its own; the owner is the embedding, and the last pipeline
     stage, where it is not the first, has a copy."""
-    final = norm("model.norm.weight", size.hidden, "decoder.final_layernorm.weight")
+    final = replicated("model.norm.weight", (size.hidden,), "decoder.final_layernorm.weight")
     if size.tied:
         copy = Rule("output_layer.weight", (EMBEDDING,), Vocabulary(), Axis.HEAD, only_apart=True)
         return final + Block(megatron=(copy,))
@@ -108,9 +108,9 @@ def attention(size: Dimensions, qkv_bias: bool = False, qk_norm: bool = False) -
     rows = {"q": size.heads * size.head_dim, "k": size.kv_heads * size.head_dim, "v": size.kv_heads * size.head_dim}
     groups = QueryGroups(size.heads, size.kv_heads)
     by_kind = HeadsByKind(size.heads, size.kv_heads)
-    block = norm(
+    block = replicated(
         f"{LAYER}input_layernorm.weight",
-        size.hidden,
+        (size.hidden,),
         f"{MCORE_LAYER}input_layernorm.weight",
         f"{core}linear_qkv.layer_norm_weight",
     )
@@ -130,15 +130,15 @@ def attention(size: Dimensions, qkv_bias: bool = False, qk_norm: bool = False) -
     )
     if qk_norm:
         for letter in ("q", "k"):
-            block += norm(f"{here}{letter}_norm.weight", size.head_dim, f"{core}{letter}_layernorm.weight")
+            block += replicated(f"{here}{letter}_norm.weight", (size.head_dim,), f"{core}{letter}_layernorm.weight")
     return block
 
 
 def post_attention_norm(size: Dimensions, dense: bool) -> Block:
     """The norm before the MLP; Transformer Engine fuses it with a dense MLP, not with experts."""
-    return norm(
+    return replicated(
         f"{LAYER}post_attention_layernorm.weight",
-        size.hidden,
+        (size.hidden,),
         f"{MCORE_LAYER}pre_mlp_layernorm.weight",
         f"{MCORE_LAYER}mlp.linear_fc1.layer_norm_weight" if dense else None,
     )
@@ -160,5 +160,42 @@ def gated_mlp(hidden: int, intermediate: int, here: str = "mlp.", core: str = "m
         engine=(
             Rule(f"{LAYER}{here}gate_up_proj.weight", (gate, up), ROWS, Axis.DENSE),
             Rule(down, (down,), COLUMNS, Axis.DENSE),
+        ),
+    )
+
+
+def routed_experts(size: Dimensions, experts: int, intermediate: int) -> Block:
+    """Router and gated experts. SGLang stacks the rank's experts: w13 is [gate; up] of each, w2 its down-projection."""
+    here, core = f"{LAYER}mlp.", f"{MCORE_LAYER}mlp."
+    gate, up, down = (f"{here}experts.{{expert}}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
+    local = f"{core}experts.local_experts.{{expert}}."
+    grouped = f"{core}experts."
+    return replicated(f"{here}gate.weight", (experts, size.hidden), f"{core}router.weight") + Block(
+        weights=(
+            Weight(gate, (intermediate, size.hidden), experts=experts),
+            Weight(up, (intermediate, size.hidden), experts=experts),
+            Weight(down, (size.hidden, intermediate), experts=experts),
+        ),
+        megatron=(
+            Rule(
+                f"{local}linear_fc1.weight",
+                (gate, up),
+                ROWS,
+                Axis.EXPERT,
+                f"{grouped}linear_fc1.weight{{expert}}",
+                experts=experts,
+            ),
+            Rule(
+                f"{local}linear_fc2.weight",
+                (down,),
+                COLUMNS,
+                Axis.EXPERT,
+                f"{grouped}linear_fc2.weight{{expert}}",
+                experts=experts,
+            ),
+        ),
+        engine=(
+            Rule(f"{here}experts.w13_weight", (gate, up), ROWS, Axis.EXPERT, experts=experts, stacked=True),
+            Rule(f"{here}experts.w2_weight", (down,), COLUMNS, Axis.EXPERT, experts=experts, stacked=True),
         ),
     )

@@ -1,0 +1,1 @@
+"""Discrete-event rollouts and network, for planning beyond this machine."""

@@ -1,0 +1,288 @@
+"""Conversations on simulated engines through a real router, on a discrete-event clock. Pure.
+
+Flows in: engines, a router, a policy, conversations. Flows out: when each was finished and what the engines did.
+
+Invariants: a request is on an engine only under a reservation of the router, which ends with it; a conversation's
+turns follow one another; every conversation that was fed is finished, also where engines fail.
+"""
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from slimerl.rollout.router import Query, Reservation, Router
+from slimerl.samples.messages import EngineInfo
+from slimerl.simulation.rollout_engine import EngineRates, Job, SimulatedEngine
+from slimerl.simulation.rollout_trace import Conversation, Path, Segment, segment_tokens
+
+
+
+
+@dataclass
+class Policy:
+    """How conversations are handed out.
+
+    `in_flight`: conversations under way at once. `chunk_tokens`: generation is divided into requests of so many
+    tokens (None: a turn is one request). `expected`: new tokens that the router is told of, for a conversation's turn.
+    """
+
+    in_flight: int
+    chunk_tokens: int | None = None
+    expected: Callable[[Conversation, int], int] = lambda one, turn: 256
+    tool_s: float = 0.0
+    """Between an answer and the next turn."""
+
+
+@dataclass(slots=True, eq=False)
+class _Course:
+    """A conversation under way."""
+
+    conversation: Conversation
+    path: Path
+    tokens: tuple[int, ...]
+    turn: int = 0
+    answered: int = 0
+    """Tokens of the present turn's answer."""
+    query: Query | None = None
+    slot: Reservation | None = None
+    job: Job | None = None
+    failed_on: frozenset[str] = frozenset()
+
+
+@dataclass
+class Tally:
+    """What happened. Token counts of prompts are per turn: a later chunk's re-prefill counts as missing only."""
+
+    requests: Counter[str] = field(default_factory=Counter)
+    """By engine."""
+    prompt_tokens: int = 0
+    prefilled_tokens: int = 0
+    finished_at: dict[str, float] = field(default_factory=dict)
+    moves: int = 0
+    """Requests of a conversation that went to another engine than the one before."""
+    occupancy: dict[str, list[tuple[float, int, int]]] = field(default_factory=dict)
+    """Engine → (time, running, waiting) at each change."""
+    generated_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return 1.0 - self.prefilled_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def spread(self) -> float:
+        """Most requests of an engine over the mean."""
+        return max(self.requests.values()) * len(self.requests) / sum(self.requests.values())
+
+
+class RolloutSimulation:
+    """See the module's docstring. Engines join the router and serve version 0 at the start."""
+
+    def __init__(self, engines: int, rates: EngineRates, router: Router, policy: Policy) -> None:
+        self.now = 0.0
+        self.router = router
+        self.policy = policy
+        self.tally = Tally()
+        self.engines: dict[str, SimulatedEngine] = {}
+        self.finished: Callable[[Conversation], None] = lambda one: None
+        self._rates = rates
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._ties = count()
+        self._wakes: Counter[str] = Counter()
+        self._fresh: deque[Conversation] = deque()
+        self._waiting: deque[_Course] = deque()
+        self._under_way: dict[str, _Course] = {}
+        self._last: dict[str, str] = {}
+        for number in range(engines):
+            self.add_engine(f"engine-{number}")
+        router.release(0, list(self.engines), {})
+
+    # --- from outside
+
+    def add_engine(self, engine_id: str) -> None:
+        """It joins, empty; a release must name it before it serves."""
+        self.engines[engine_id] = SimulatedEngine(engine_id, self._rates, _now=self.now)
+        self.router.join(EngineInfo(engine_id, f"http://{engine_id}", "", 1))
+        self.tally.requests.setdefault(engine_id, 0)
+        self.tally.occupancy.setdefault(engine_id, [(self.now, 0, 0)])
+
+    def feed(self, conversations: Iterable[Conversation]) -> None:
+        """Further conversations, behind those that wait."""
+        self._fresh.extend(conversations)
+        self.grant()
+
+    def at(self, time: float, act: Callable[[], None]) -> None:
+        """Do something at a time."""
+        heapq.heappush(self._events, (time, next(self._ties), act))
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Until `until`, or until nothing happens any more."""
+        while self._events and not until():
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+
+    def kill(self, engine_id: str) -> None:
+        """The engine dies; its requests are sent again elsewhere, what this turn's request generated is lost."""
+        engine = self._advanced(engine_id)
+        lost = engine.kill()
+        self.router.leave(engine_id, "killed by the simulation")
+        del self.engines[engine_id]
+        self._note(engine)
+        for job in lost:
+            self._failed(self._under_way[job.session], engine_id)
+        self.grant()
+
+    def update(self, version: int, pause_s: float) -> None:
+        """New weights on every engine: what runs is retracted, prefilled again after the pause, and goes on."""
+        for engine_id in list(self.engines):
+            self._advanced(engine_id).interrupt(pause_s)
+            self._wake(engine_id)
+        self.router.release(version, list(self.engines), {})
+        self.grant()
+
+    @property
+    def under_way(self) -> int:
+        return len(self._under_way)
+
+    # --- requests
+
+    def grant(self) -> None:
+        """Send what can be sent, oldest first."""
+        while True:
+            while self._fresh and len(self._under_way) < self.policy.in_flight:
+                self._begin(self._fresh.popleft())
+            if not self._waiting:
+                return
+            course = self._waiting[0]
+            query = course.query or self._query(course)
+            engine_id = self.router.route(query)
+            if engine_id is None:
+                return
+            self._waiting.popleft()
+            self._send(course, engine_id, query)
+
+    def _begin(self, one: Conversation) -> None:
+        tokens = tuple(token for s in one.opening for token in segment_tokens(s.key, s.length))
+        course = _Course(one, one.opening, tokens)
+        self._under_way[one.session] = course
+        self.tally.prompt_tokens += len(tokens)
+        self._waiting.append(course)
+
+    def _query(self, course: _Course) -> Query:
+        one = course.conversation
+        expected = self.policy.expected(one, course.turn)
+        if self.policy.chunk_tokens is not None:
+            expected = min(expected, self.policy.chunk_tokens)
+        course.query = Query(one.session, one.group, course.tokens, expected, course.failed_on)
+        return course.query
+
+    def _send(self, course: _Course, engine_id: str, query: Query) -> None:
+        one = course.conversation
+        course.slot = self.router.reserve(engine_id, query)
+        left = one.turns[course.turn].answer - course.answered
+        answer = min(left, self.policy.chunk_tokens or left)
+        key = one.answer_key(course.turn)
+        course.job = Job(one.session, course.path, key, answer, course.answered, query.expected_new_tokens)
+        self.tally.requests[engine_id] += 1
+        self.tally.moves += self._last.get(one.session, engine_id) != engine_id
+        self._last[one.session] = engine_id
+        engine = self._advanced(engine_id)
+        engine.submit(course.job)
+        self._wake(engine_id)
+        self._note(engine)
+
+    def _done(self, job: Job) -> None:
+        """A request is answered: the next chunk, the next turn, or the end."""
+        course = self._under_way[job.session]
+        one = course.conversation
+        self._end_slot(course, job.answer_tokens)
+        self.tally.generated_tokens += job.answer_tokens
+        course.answered += job.answer_tokens
+        course.failed_on = frozenset()
+        key = one.answer_key(course.turn)
+        course.tokens += segment_tokens(key, course.answered)[course.answered - job.answer_tokens :]
+        if course.answered < one.turns[course.turn].answer:
+            self._waiting.appendleft(course)
+            return
+        course.path = (*course.path, Segment(key, course.answered))
+        course.turn, course.answered = course.turn + 1, 0
+        if course.turn == len(one.turns):
+            del self._under_way[one.session]
+            del self._last[one.session]
+            self.tally.finished_at[one.session] = self.now
+            self.finished(one)
+            return
+        self.at(self.now + self.policy.tool_s, lambda: self._next_turn(course))
+
+    def _next_turn(self, course: _Course) -> None:
+        observation = course.conversation.turns[course.turn].observation
+        if observation is not None:
+            course.path = (*course.path, observation)
+            course.tokens += segment_tokens(observation.key, observation.length)
+        self.tally.prompt_tokens += len(course.tokens)
+        self._waiting.appendleft(course)
+        self.grant()
+
+    def _failed(self, course: _Course, engine_id: str) -> None:
+        self._end_slot(course, 0)
+        course.failed_on |= {engine_id}
+        self._waiting.appendleft(course)
+
+    def _end_slot(self, course: _Course, generated: int) -> None:
+        if course.slot is None or course.job is None:
+            raise RuntimeError(f"{course.conversation.session} has no request under way")
+        self.tally.prefilled_tokens += course.job.prefilled
+        end_slot(self.router, course.slot, generated)
+        course.slot = course.job = course.query = None
+
+    # --- engines
+
+    def _advanced(self, engine_id: str) -> SimulatedEngine:
+        """The engine, at the present time. What finishes exactly now is dealt with."""
+        engine = self.engines[engine_id]
+        for job in engine.advance(self.now):
+            self._done(job)
+        return engine
+
+    def _wake(self, engine_id: str) -> None:
+        engine = self.engines[engine_id]
+        self._wakes[engine_id] += 1
+        number, time = self._wakes[engine_id], engine.next_event()
+        if time < float("inf"):
+            self.at(max(time, self.now), lambda: self._woken(engine, number))
+
+    def _woken(self, engine: SimulatedEngine, number: int) -> None:
+        if self._wakes[engine.engine_id] != number or self.engines.get(engine.engine_id) is not engine:
+            return
+        self._advanced(engine.engine_id)
+        self._wake(engine.engine_id)
+        self._note(engine)
+        self.grant()
+
+    def _note(self, engine: SimulatedEngine) -> None:
+        running = engine.load - len(engine.queue)
+        self.tally.occupancy[engine.engine_id].append((self.now, running, len(engine.queue)))
+
+
+def end_slot(router: Router, slot: Reservation, generated: int) -> None:
+    """End a reservation; a router that wants to know what was generated is told."""
+    told = getattr(router, "end_generated", None)
+    if told is not None:
+        told(slot, generated)
+    else:
+        router.end(slot)
+
+
+def interleaved(conversations: Sequence[Conversation]) -> list[Conversation]:
+    """Siblings apart from one another."""
+    by_group: dict[str, deque[Conversation]] = {}
+    for one in conversations:
+        by_group.setdefault(one.group, deque()).append(one)
+    ordered = []
+    while by_group:
+        for group in list(by_group):
+            ordered.append(by_group[group].popleft())
+            if not by_group[group]:
+                del by_group[group]
+    return ordered

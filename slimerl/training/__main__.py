@@ -1,0 +1,97 @@
+"""The trainer role: `torchrun --nproc-per-node N -m slimerl.training RUN_DIR/spec.yaml [KEY=VALUE]…`.
+
+Flows in: the spec, the model, samples. Flows out: the trained model and the record of the run.
+Ends with 0 when all steps are done, with 2 where spec, model or data cannot be used, with 143 on SIGTERM.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+import megatron_patches
+from megatron_patches.device import without_import_warnings
+from slimerl.resilience.deadline import Deadline
+from slimerl.resilience.processes import die_with_parent
+from slimerl.samples.rows import DataError
+from slimerl.spec import RunSpec, SpecError, load_spec
+from slimerl.training.termination import end_on_sigterm
+
+if TYPE_CHECKING:
+    from slimerl.telemetry import RunLog
+    from slimerl.training.rollout_client import RolloutClient
+
+COLLECTIVE_MARGIN_S = 60.0
+"""Other ranks wait in a collective for what rank 0 waits for; they must not give up first."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run one rank of the trainer; returns its exit code."""
+    die_with_parent(os.getppid())
+    end_on_sigterm()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        spec = load_spec(Path(arguments[0]), arguments[1:])
+    except SpecError as error:
+        print(error, file=sys.stderr)
+        return 2
+    torch.set_num_threads(spec.training.threads_per_rank)
+    megatron_patches.apply()
+    with without_import_warnings():
+        from slimerl.training import parallel
+        from slimerl.training.model_config import UnsupportedModel
+    try:
+        run_rank(spec)
+    except (DataError, UnsupportedModel) as error:
+        print(error, file=sys.stderr)
+        return 2
+    finally:
+        parallel.stop()
+    return 0
+
+
+def run_rank(spec: RunSpec) -> None:
+    """Build everything and train. Every rank calls it."""
+    from slimerl.training import assembly, parallel
+    from slimerl.training.capabilities import detect
+    from slimerl.training.clock import SilentLog
+    from slimerl.training.loop import Run, train
+
+    capabilities = detect()
+    device = capabilities.device(int(os.environ.get("LOCAL_RANK", "0")))
+    if capabilities.cuda:
+        torch.cuda.set_device(device)
+    limits = spec.deadlines
+    longest_s = max(limits.batch_s, limits.sync_s, limits.start_s, limits.request_s)
+    grid = parallel.start(spec.training.parallel, capabilities, device, longest_s + COLLECTIVE_MARGIN_S, spec.seed)
+    policy = assembly.build_policy(spec, grid, capabilities)
+    if spec.uses_engines:
+        client = _connected(spec) if grid.is_leader else None
+        source, syncer = assembly.with_engines(spec, policy, client)
+    else:
+        source, syncer = assembly.without_engines(spec, policy)
+    log = _run_log(spec) if grid.is_first else SilentLog()
+    train(Run(spec, policy.trainer, source, syncer, log, lambda: policy.export(spec.export_dir)))
+    # nobody leaves while the model is being written
+    dist.barrier()
+
+
+def _connected(spec: RunSpec) -> "RolloutClient":
+    from slimerl.training.rollout_client import RolloutClient
+
+    deadline = Deadline("the rollout role to announce itself", spec.deadlines.start_s)
+    return RolloutClient.connect(spec.run_dir, deadline, spec.deadlines.request_s)
+
+
+def _run_log(spec: RunSpec) -> "RunLog":
+    from slimerl.telemetry import RunLog
+
+    return RunLog(spec.run_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

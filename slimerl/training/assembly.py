@@ -1,0 +1,92 @@
+"""Puts the trainer's parts together, from a spec.
+
+Flows in: the spec, this rank's grid and machine. Flows out: a `Policy` (model, optimizer, what exports it), and the
+source and syncer of its algorithm.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slimerl.algorithms import Algorithm, algorithm_of
+from slimerl.spec import RunSpec
+from slimerl.training.capabilities import Capabilities
+from slimerl.training.loop import NoEngines, Syncer
+from slimerl.training.model import build_chunks, wrap_for_training
+from slimerl.training.model_config import (
+    ModelArguments,
+    UnsupportedModel,
+    model_arguments,
+    read_config,
+    transformer_config,
+)
+from slimerl.training.optimizer import build_optimizer, build_schedule
+from slimerl.training.parallel import Grid
+from slimerl.training.rollout_client import RolloutClient
+from slimerl.training.rollout_source import RolloutSource
+from slimerl.training.sft_data import RowSource, load_tokenizer, read_samples
+from slimerl.training.source import Source
+from slimerl.training.step import PolicyTrainer
+from slimerl.training.weights import ModelMap, export_weights, load_weights, model_map
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The model under training on this rank."""
+
+    trainer: PolicyTrainer
+    chunks: Sequence[torch.nn.Module]
+    arguments: ModelArguments
+    algorithm: Algorithm
+    map: ModelMap
+    grid: Grid
+    source: Path
+    """The checkpoint that it was loaded from."""
+
+    def export(self, destination: Path) -> None:
+        """Write it as a Hugging Face checkpoint; called on every rank."""
+        export_weights(self.chunks, destination, self.source, self.map, self.grid)
+
+
+def build_policy(spec: RunSpec, grid: Grid, capabilities: Capabilities) -> Policy:
+    """Build, load and wrap the model.
+
+    Raises:
+        UnsupportedModel: the checkpoint's `config.json` asks for what cannot be built.
+        CheckpointError: its tensors are not the ones that `config.json` asks for.
+    """
+    if spec.export_dir.resolve() == spec.model.path.resolve():
+        raise UnsupportedModel(f"training.export_path {spec.export_dir} is model.path: the export would replace it")
+    hf_config = read_config(spec.model.path)
+    arguments = model_arguments(hf_config)
+    config = transformer_config(arguments, spec.training.parallel, spec.model.dtype, capabilities)
+    bare = build_chunks(arguments, config, capabilities)
+    where = model_map(hf_config, spec.training.parallel, capabilities)
+    load_weights(bare, spec.model.path, where, grid.rank)
+    chunks = wrap_for_training(bare, config)
+    # after loading: the optimizer copies the weights
+    optimizer = build_optimizer(spec.training.optimizer, chunks, config.params_dtype)
+    schedule = build_schedule(spec.training.optimizer, spec.training.steps, optimizer)
+    algorithm = algorithm_of(spec.algorithm)
+    trainer = PolicyTrainer(chunks, optimizer, schedule, algorithm, grid)
+    return Policy(trainer, chunks, arguments, algorithm, where, grid, spec.model.path)
+
+
+def with_engines(spec: RunSpec, policy: Policy, client: RolloutClient | None) -> tuple[Source, Syncer]:
+    """For algorithms that sample; `client` on the leaders of replicas."""
+    # the engine's client library is not needed for supervised fine-tuning
+    from slimerl.training.weight_sync import build_syncer
+
+    syncer = build_syncer(spec, policy.chunks, policy.map, policy.grid, client)
+    return RolloutSource(spec, policy.grid, policy.algorithm, client), syncer
+
+
+def without_engines(spec: RunSpec, policy: Policy) -> tuple[Source, Syncer]:
+    """For supervised fine-tuning. Raises DataError."""
+    tokenizer = load_tokenizer(spec.model.path, spec.data)
+    longest = policy.arguments.max_sequence_tokens
+    train = read_samples(spec.data.train_path, tokenizer, spec.data, longest)
+    held_out = read_samples(spec.data.eval_path, tokenizer, spec.data, longest) if spec.data.eval_path else []
+    return RowSource(spec, policy.grid, train, held_out), NoEngines()

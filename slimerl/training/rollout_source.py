@@ -1,0 +1,101 @@
+"""The samples of a step from the rollout role: metadata to every rank, payload only where it is computed.
+
+Flows in: manifests and payloads of the control service. Flows out: this rank's micro-batches.
+Invariant: all ranks derive the same advantages and the same plan from the same manifest; each replica's leader
+fetches the payload of that replica's samples alone and passes it on inside the replica.
+"""
+
+import msgspec
+
+from slimerl.algorithms import Algorithm
+from slimerl.samples.messages import BatchManifest, SampleMeta, SamplePayload, decode, encode
+from slimerl.spec import RunSpec
+from slimerl.training.batches import pack
+from slimerl.training.clock import StepClock
+from slimerl.training.packing import StepPlan, plan_step
+from slimerl.training.parallel import Grid, broadcast_bytes
+from slimerl.training.rollout_client import RolloutClient
+from slimerl.training.source import StepInput
+from slimerl.training.step import PolicyTrainer
+from slimerl.training.training_sample import BadSample, TrainingSample
+
+
+class RolloutSource:
+    """`client`: on the leaders of replicas; None elsewhere."""
+
+    def __init__(self, spec: RunSpec, grid: Grid, algorithm: Algorithm, client: RolloutClient | None) -> None:
+        self._spec, self._grid, self._algorithm, self._client = spec, grid, algorithm, client
+        self._batch_id = ""
+
+    def take(self, step: int, clock: StepClock) -> StepInput:
+        """Wait for the batch of `step`. Raises ServiceFailed, DeadlineExceeded or BadSample."""
+        with clock(step, "wait"):
+            manifest = self._manifest(step)
+        self._batch_id = manifest.batch_id
+        with clock(step, "fetch"):
+            metas = manifest.samples
+            advantages, figures = self._algorithm.advantages(
+                [meta.reward for meta in metas], [meta.group_id for meta in metas]
+            )
+            training = self._spec.training
+            plan = plan_step(
+                [meta.prompt_length + meta.response_length for meta in metas],
+                training.parallel.data,
+                training.micro_batch_tokens,
+                training.minibatches_per_step,
+            )
+            samples = self._samples(metas, advantages, plan)
+            return StepInput(self._packed(plan, samples), manifest.metrics | figures)
+
+    def trained(self, step: int) -> None:
+        if self._grid.is_first and self._client is not None:
+            self._client.trained(self._batch_id, version=step)
+
+    def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float]:
+        if not self._grid.is_first or self._client is None:
+            return {}
+        reply = self._client.evaluate(step, self._spec.deadlines.batch_s)
+        return {
+            "eval/accuracy": reply.accuracy,
+            "eval/prompts": float(reply.prompts),
+            "eval/failures": float(reply.failures),
+            "eval/mean_response_tokens": reply.mean_response_tokens,
+        }
+
+    def _manifest(self, step: int) -> BatchManifest:
+        data = None
+        if self._grid.is_first and self._client is not None:
+            data = encode(self._client.next_batch(step, self._spec.deadlines.batch_s))
+        return decode(broadcast_bytes(data, self._grid, source=0), BatchManifest)
+
+    def _samples(self, metas: list[SampleMeta], advantages: list[float], plan: StepPlan) -> dict[int, TrainingSample]:
+        """This replica's samples, by their place in the manifest."""
+        own = [index for minibatch in plan.of_rank(self._grid.data_rank) for part in minibatch for index in part]
+        data = None
+        if self._grid.is_leader and self._client is not None:
+            data = encode(self._client.fetch([metas[index].sample_id for index in own]))
+        data = broadcast_bytes(data, self._grid, self._grid.leader, self._grid.replica)
+        payloads = msgspec.msgpack.decode(data, type=list[SamplePayload])
+        return {
+            index: _checked(metas[index], payload, advantages[index])
+            for index, payload in zip(own, payloads, strict=True)
+        }
+
+    def _packed(self, plan: StepPlan, samples: dict[int, TrainingSample]) -> list[list]:
+        temperature, grid = self._spec.rollout.temperature, self._grid
+        return [
+            [pack([samples[index] for index in part], temperature, grid.tensor_size, grid.device) for part in minibatch]
+            for minibatch in plan.of_rank(grid.data_rank)
+        ]
+
+
+def _checked(meta: SampleMeta, payload: SamplePayload, advantage: float) -> TrainingSample:
+    """The plan was made from the metadata: a payload of another length would unbalance ranks, or hang them."""
+    sample = TrainingSample.from_payload(payload, advantage)
+    told = (meta.sample_id, meta.prompt_length, meta.response_length, meta.sampled_length)
+    found = (sample.sample_id, sample.prompt_length, len(sample.sampled), int(sample.sampled.sum()))
+    if told != found:
+        raise BadSample(
+            f"sample {meta.sample_id}: the manifest says (id, prompt, response, sampled) = {told}, its payload {found}"
+        )
+    return sample

@@ -1,0 +1,33 @@
+"""Where the samples of a step come from: the one thing in which the loop differs between algorithms."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slimerl.training.batches import MicroBatch
+from slimerl.training.clock import StepClock
+from slimerl.training.step import PolicyTrainer
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """This rank's micro-batches, per minibatch, and what is to be reported of them."""
+
+    minibatches: Sequence[Sequence[MicroBatch]]
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+class Source(Protocol):
+    """Every method is called on every rank, in the same order."""
+
+    def take(self, step: int, clock: StepClock) -> StepInput:
+        """The samples of `step` (from 1)."""
+        ...
+
+    def trained(self, step: int) -> None:
+        """The samples of `step` have been used."""
+        ...
+
+    def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float]:
+        """Figures of the held-out data (`eval/…`) on the first rank."""
+        ...

@@ -1,0 +1,112 @@
+"""Whole runs, as a user starts them: they learn, agree with the engine, and end without leaving anything behind."""
+
+import os
+import signal
+
+import pytest
+import torch
+import transformers
+from tiny_run import interrupt, shared_memory, start, write_spec
+
+from slimerl.resilience.deadline import Deadline
+from slimerl.telemetry import read_records
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    return write_spec(tmp_path_factory.mktemp("tiny-run"))
+
+
+def records(run):
+    return read_records(run.directory / "metrics.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", ["data=2", "tensor=2"])
+def test_a_run_trains_proves_each_sync_and_exports_what_it_trained(spec, grid):
+    memory = shared_memory()
+    overrides = ["training.parallel.data=1", "training.parallel.tensor=2"] if grid == "tensor=2" else []
+    run = start(spec, *overrides)
+    run.until_step(1)
+    code, output = run.finish()
+    assert code == 0, output
+
+    steps = [record for record in records(run) if "train/loss" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    assert all(record["agreement/mean_abs_logprob_delta"] <= 1e-4 for record in steps)
+    evaluations = [record["step"] for record in records(run) if "eval/accuracy" in record]
+    assert evaluations == [0, 2]
+    assert "held-out accuracy" in output
+
+    before = transformers.AutoModelForCausalLM.from_pretrained(spec.parent / "base").state_dict()
+    after = transformers.AutoModelForCausalLM.from_pretrained(run.directory / "model").state_dict()
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert run.left_behind() == []
+    assert shared_memory() <= memory
+
+
+@pytest.mark.slow
+def test_sft_runs_on_the_same_trainer_without_engines(tmp_path):
+    spec = write_spec(tmp_path, algorithm={"name": "sft"}, training={"steps": 8})
+    code, output = start(spec).finish()
+    assert code == 0, output
+    losses = [record["train/loss"] for record in read_records(tmp_path / "run" / "metrics.jsonl")]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+
+
+ROLES = {
+    "rollout": "slimerl.rollout",
+    "engine-0": "slimerl.engine ",
+    "the server of engine-0": "slimerl.engine.inside.serve",
+    "trainer": "torch.distributed.run",
+    "a rank of trainer": "-u -m slimerl.training",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ROLES)
+def test_a5_the_kill_of_any_role_ends_the_run_by_name_and_leaves_nothing(spec, role):
+    memory = shared_memory()
+    run = start(spec, "training.steps=1000")
+    run.until_step(2)
+    os.kill(run.find(ROLES[role]).pid, signal.SIGKILL)
+    code, output = run.finish(within_s=60)
+    assert code == 1
+    assert f"failed: {role.split()[-1]} " in output
+    assert run.left_behind() == []
+    assert shared_memory() <= memory
+
+
+@pytest.mark.slow
+def test_a5_the_kill_of_the_conductor_takes_every_role_with_it(spec):
+    run = start(spec, "training.steps=1000")
+    run.until_step(1)
+    run.process.kill()
+    run.process.wait()
+    Deadline("every role to be gone", 60).wait_until(
+        lambda: not run.left_behind(), detail=lambda: str(run.left_behind())
+    )
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_run_quickly_with_130(spec):
+    run = start(spec, "training.steps=1000")
+    run.until_step(1)
+    interrupt(run)
+    code, output = run.finish(within_s=60)
+    assert code == 130
+    assert "interrupted" in output
+    assert run.left_behind() == []
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_same_directory_is_refused(spec):
+    first = start(spec, "training.steps=1000")
+    first.until_step(1)
+    code, output = start(spec).finish()
+    interrupt(first)
+    first.finish(within_s=60)
+    assert code == 2
+    assert "is in use" in output

@@ -1,0 +1,114 @@
+"""A whole run small enough for a test: a random model, a few prompts, two trainer ranks, one engine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from tiny_models import make_tiny_model
+
+from slimerl.resilience.deadline import Deadline
+from slimerl.telemetry import read_records
+
+RUN_S = 150.0
+
+
+def write_spec(directory: Path, **sections: dict[str, Any]) -> Path:
+    """Model, data and spec in `directory`; `sections` are merged over the defaults."""
+    model = directory / "base"
+    if not model.exists():
+        make_tiny_model("qwen3", model, tied=True)
+        rows = [{"id": f"p{n}", "prompt": f"{n}+{n}=", "answer": str(2 * n), "response": str(2 * n)} for n in range(10)]
+        (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree: dict[str, Any] = {
+        "name": "tiny",
+        "output_dir": str(directory / "run"),
+        "model": {"path": str(model)},
+        "data": {
+            "train_path": str(directory / "data.jsonl"),
+            "eval_path": str(directory / "data.jsonl"),
+            "max_prompt_tokens": 16,
+        },
+        "training": {"steps": 2, "prompts_per_step": 4, "parallel": {"data": 2}, "optimizer": {"lr": 1e-3}},
+        "rollout": {"samples_per_prompt": 4, "max_new_tokens": 8},
+        "engine": {"context_tokens": 256, "threads": 1},
+    }
+    for section, values in sections.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    spec = directory / "spec.yaml"
+    spec.write_text(yaml.safe_dump(tree))
+    return spec
+
+
+@dataclass
+class Run:
+    """`slimerl run` as a user starts it."""
+
+    spec: Path
+    process: subprocess.Popen[str]
+    seen: dict[int, psutil.Process] = field(default_factory=dict)
+
+    @property
+    def directory(self) -> Path:
+        return self.spec.parent / "run"
+
+    def tree(self) -> list[psutil.Process]:
+        """Every process of the run that is alive now."""
+        try:
+            alive = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        self.seen.update((process.pid, process) for process in alive)
+        return alive
+
+    def find(self, text: str) -> psutil.Process:
+        """The first process of the run whose command line contains `text`."""
+        return next(process for process in self.tree() if text in " ".join(process.cmdline()))
+
+    def until_step(self, step: int) -> None:
+        """Wait until metrics of `step` are recorded."""
+
+        def reached() -> bool:
+            self.tree()
+            if self.process.poll() is not None:
+                raise AssertionError(f"the run ended:\n{self.process.stdout.read() if self.process.stdout else ''}")
+            return any(record["step"] >= step for record in read_records(self.directory / "metrics.jsonl"))
+
+        Deadline(f"step {step}", RUN_S).wait_until(reached)
+
+    def finish(self, within_s: float = RUN_S) -> tuple[int, str]:
+        """Exit code and output."""
+        self.tree()
+        output, _ = self.process.communicate(timeout=within_s)
+        return self.process.returncode, output
+
+    def left_behind(self) -> list[str]:
+        """Command lines of processes that were part of the run and still run."""
+        return [
+            " ".join(process.cmdline())
+            for process in self.seen.values()
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        ]
+
+
+def start(spec: Path, *overrides: str) -> Run:
+    command = [sys.executable, "-m", "slimerl.cli", "run", str(spec), "--fresh", *overrides]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "120"}
+    )
+    return Run(spec, process)
+
+
+def interrupt(run: Run) -> None:
+    """What Ctrl-C does."""
+    run.process.send_signal(signal.SIGINT)
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))

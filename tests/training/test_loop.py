@@ -1,0 +1,128 @@
+"""The loop over real HTTP and real ranks: each step's samples are fetched once, trained, acknowledged and synced."""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tiny
+from control_service import ControlService
+
+from slimerl.spec.load import spec_from_tree
+from slimerl.spec.schema import ParallelSpec, RunSpec
+
+GRIDS = [ParallelSpec(), ParallelSpec(data=2), ParallelSpec(tensor=2), ParallelSpec(tensor=2, data=2)]
+STEPS = 2
+
+
+def run_spec(path: Path, parallel: ParallelSpec, **training) -> RunSpec:
+    tree = {
+        "name": "loop",
+        "output_dir": str(path / "run"),
+        "model": {"path": str(path / "model")},
+        "data": {"train_path": "unused.jsonl", "eval_path": "unused.jsonl"},
+        "training": {
+            "steps": STEPS,
+            "prompts_per_step": 3,
+            "micro_batch_tokens": 60,
+            "parallel": parallel.model_dump(),
+            "optimizer": {"lr": 1e-2},
+        }
+        | training,
+        "rollout": {"samples_per_prompt": 4},
+    }
+    return spec_from_tree(tree, "test")
+
+
+class RecordingSyncer:
+    def __init__(self, events):
+        self.events = events
+
+    def sync(self, version):
+        self.events.append(("synced", version))
+        return {"send": 0.5}
+
+
+class RecordingLog:
+    def __init__(self, events):
+        self.events = events
+        self.records = []
+
+    def metrics(self, step, values):
+        self.records.append((step, dict(values)))
+
+    @contextmanager
+    def phase(self, step, name):
+        self.events.append((name, step))
+        yield
+
+
+def run_loop(spec: RunSpec):
+    from slimerl.resilience.deadline import Deadline
+    from slimerl.training import assembly, parallel
+    from slimerl.training.capabilities import detect
+    from slimerl.training.loop import Run, train
+    from slimerl.training.rollout_client import RolloutClient
+    from slimerl.training.rollout_source import RolloutSource
+
+    here = detect()
+    grid = parallel.start(spec.training.parallel, here, here.device(0), 60, spec.seed)
+    policy = assembly.build_policy(spec, grid, here)
+    client = RolloutClient.connect(spec.run_dir, Deadline("the service", 10), 10) if grid.is_leader else None
+    events = []
+    log = RecordingLog(events)
+    source = RolloutSource(spec, grid, policy.algorithm, client)
+    train(Run(spec, policy.trainer, source, RecordingSyncer(events), log, lambda: policy.export(spec.export_dir)))
+    return events, log.records
+
+
+@pytest.mark.parametrize("parallel", GRIDS, ids=lambda p: f"TP{p.tensor}xDP{p.data}")
+def test_a_run_fetches_each_sample_once_and_syncs_after_each_step(ranks, tmp_path, parallel):
+    tiny.write_model(tmp_path / "model", "qwen3")
+    spec = run_spec(tmp_path, parallel)
+    with ControlService(spec.run_dir, STEPS) as service:
+        results = ranks.run(parallel.world_size, run_loop, spec)
+    assert service.of("/batches/next") == [1, 2], "one rank asks, once a step"
+    assert sorted(each for wanted in service.of("/samples/fetch") for each in wanted) == service.ids([1, 2])
+    assert len(service.of("/samples/fetch")) == STEPS * parallel.data, "one call of each replica's leader a step"
+    assert [(each.batch_id, each.version) for each in service.of("/batches/trained")] == [("step-1", 1), ("step-2", 2)]
+    assert len(service.of("/evaluate")) == 2, "before the first and after the last step"
+    for events, _ in results:
+        assert [each for each in events if each[0] in ("train", "synced")] == [
+            ("synced", 0),
+            ("train", 1),
+            ("synced", 1),
+            ("train", 2),
+            ("synced", 2),
+        ]
+    assert (spec.export_dir / "model.safetensors").exists()
+    records = results[0][1]
+    assert [step for step, _ in records] == [0, 1, 2]
+    assert records[0][1]["eval/accuracy"] == 0.25
+    assert {"train/loss", "train/grad_norm", "agreement/mean_abs_logprob_delta", "time/step", "time/train"} <= set(
+        records[1][1]
+    )
+    assert records[1][1]["sync/send_s"] == 0.5
+    assert "eval/accuracy" in records[2][1]
+    assert "eval/accuracy" not in records[1][1]
+
+
+def test_all_grids_report_the_same_figures(ranks, tmp_path):
+    tiny.write_model(tmp_path / "model", "qwen3")
+    found = {}
+    for parallel in (ParallelSpec(), ParallelSpec(tensor=2, data=2)):
+        spec = run_spec(tmp_path, parallel, minibatches_per_step=2)
+        with ControlService(spec.run_dir, STEPS):
+            found[parallel.world_size] = ranks.run(parallel.world_size, run_loop, spec)[0][1]
+    for (_, one), (_, four) in zip(found[1][1:], found[4][1:], strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/entropy", "agreement/max_abs_logprob_delta"):
+            assert four[name] == pytest.approx(one[name], rel=1e-4), name
+
+
+def test_the_service_running_out_of_batches_ends_every_rank_with_its_message(ranks, tmp_path):
+    from rank_pool import RankFailed
+
+    tiny.write_model(tmp_path / "model", "qwen3")
+    spec = run_spec(tmp_path, ParallelSpec())
+    with ControlService(spec.run_dir, 1) as service, pytest.raises(RankFailed, match="503: there is no step 2"):
+        ranks.run(1, run_loop, spec)
+    assert service.of("/batches/next") == [1, 2]
