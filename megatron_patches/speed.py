@@ -7,7 +7,7 @@ from megatron_patches.registry import cpu_patch
 def torch_compile_off() -> None:
     """`@jit_fuser` is torch.compile: minutes of C++ compilation before the first step of a tiny model.
 
-    For megatron-core 0.16.1, all modules under fusions/ and the rotary embedding.
+    For megatron-core 0.16.1: all modules under fusions/ and the rotary embedding.
     """
     import torch._dynamo
 

@@ -1,3 +1,3 @@
 """What all tests share."""
 
-pytest_plugins = ["rank_fixtures"]
+pytest_plugins = ["rank_fixtures", "engine_fixtures"]

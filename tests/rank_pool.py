@@ -155,9 +155,6 @@ def _serve(connection: Connection, index: int, parent: int, stack_file: str) -> 
     import torch
 
     torch.set_num_threads(1)
-    import megatron_patches
-
-    megatron_patches.apply()
     connection.send("started")
     while True:
         try:
@@ -183,6 +180,12 @@ def _run(job: _Job, index: int) -> Any:
     try:
         return function(*args)
     finally:
-        from slimerl.training import parallel
+        _forget_groups()
 
-        parallel.stop()
+
+def _forget_groups() -> None:
+    import torch.distributed as dist
+
+    if parallel_state := sys.modules.get("megatron.core.parallel_state"):
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -16,8 +16,7 @@ from slimerl.rollout.prompts import read_rows, tokenize_rows
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.samples.rows import DataError
 from slimerl.spec import RunSpec
-from slimerl.training.capabilities import detect
-from slimerl.training.model_config import UnsupportedModel, model_arguments, read_config, transformer_config
+from slimerl.training.model_config import UnsupportedModel, check_divisible, model_arguments, read_config
 
 GIB = 1024**3
 
@@ -41,7 +40,7 @@ def _check_model(spec: RunSpec) -> None:
     config = read_config(spec.model.path)
     arguments = model_arguments(config)
     family_of(config)
-    transformer_config(arguments, spec.training.parallel, spec.model.dtype, detect())
+    check_divisible(arguments, spec.training.parallel)
     heads = arguments.transformer["num_attention_heads"]
     if spec.uses_engines and heads % spec.engine.tensor_parallel:
         raise UnsupportedModel(

@@ -107,6 +107,8 @@ def server_environment(spec: RunSpec, device: Device, key: str, private_dir: Pat
         environment |= {
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": str(spec.engine.threads),
+            # Waiting threads sleep. Spinning ones cost a factor of 20 where trainer and engine share the cores.
+            "OMP_WAIT_POLICY": "PASSIVE",
             "SGLANG_CPU_OMP_THREADS_BIND": _core_lists(spec.engine.tensor_parallel, spec.engine.threads),
         }
     return environment

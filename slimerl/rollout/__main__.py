@@ -39,7 +39,7 @@ from slimerl.samples.rows import DataError
 from slimerl.samples.store import SampleStore
 from slimerl.spec import RunSpec, SpecError, load_spec
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("slimerl.rollout")
 
 HOST = "127.0.0.1"
 GRACE_S = 1.0

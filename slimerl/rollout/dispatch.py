@@ -81,6 +81,8 @@ class Dispatcher:
     engines: Engines
     request_s: float
     changed: Callable[[], None] = lambda: None
+    in_flight: int = 0
+    """Slots taken and not yet given back."""
     _held: bool = False
     _urgent: deque[_Waiter] = field(default_factory=deque)
     _waiting: deque[_Waiter] = field(default_factory=deque)
@@ -139,12 +141,12 @@ class Dispatcher:
         self._held = True
         try:
             async with asyncio.timeout(deadline_s):
-                while self.router.running():
+                while self.in_flight:
                     self._idle.clear()
                     await self._idle.wait()
         except BaseException as error:
             named = ", ".join(f"{one.session} on {one.engine_id}" for one in self.router.running()[:_NAMED])
-            count = len(self.router.running())
+            count = self.in_flight
             self.resume()
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
@@ -196,6 +198,7 @@ class Dispatcher:
                 engine_id = self.router.route(waiter.query)
                 if engine_id is not None:
                     waiter.slot.set_result(self.router.reserve(engine_id, waiter.query))
+                    self.in_flight += 1
                     continue
                 skipped.append(waiter)
                 # One that avoids an engine must not keep others from it.
@@ -205,7 +208,8 @@ class Dispatcher:
 
     def _release(self, slot: Reservation) -> None:
         self.router.end(slot)
-        if not self.router.running():
+        self.in_flight -= 1
+        if not self.in_flight:
             self._idle.set()
         self.refresh()
 

@@ -19,6 +19,11 @@ KV_FREE_USE = 0.7
 """Share of an engine's KV cache up to which it is not short of KV: the rest serves as prefix cache."""
 KV_PRESSURE_S = 2.0
 """Cost of a full KV cache: about the re-prefill of one long request that is retracted for want of KV."""
+SHARE_HORIZON = 512
+"""Sessions per engine after which a placement has nearly ceased to weigh in its fair share: many groups long, so that
+one group more or less is a small part, and short beside a run."""
+FAIR_SHARE = 1.05
+"""An engine may be given more than its share, where the cost says so, up to so many times the mean."""
 TIE_S = 1e-3
 """Costs closer than this are a tie: the estimates are coarser."""
 
@@ -79,6 +84,9 @@ class Fleet:
     _prefilled_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """When the prompts that were sent so far will be prefilled."""
     _last_chosen: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    _share: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Sessions placed on an engine of late, per decode slot of it."""
+    _in_service: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def add(self, engine_id: str, model: EngineModel) -> Seat:
         """A seat for an engine, out of service."""
@@ -92,6 +100,9 @@ class Fleet:
         self._prefill[slot] = 1.0 / model.prefill_tokens_per_s
         self._prefilled_at[slot] = 0.0
         self._last_chosen[slot] = self._count
+        # As much as the others had: it is not to be flooded with every new group until it has caught up.
+        self._share[slot] = self._mean_share()
+        self._in_service[slot] = 0.0
         return seat
 
     def remove(self, seat: Seat) -> None:
@@ -110,6 +121,7 @@ class Fleet:
         self.serving += sign
         self.total_slots += sign * seat.model.slots
         self.total_load += sign * seat.load
+        self._in_service[seat.slot] = float(serving)
         self._price(seat)
 
     def take(self, seat: Seat, kv: int, missing: int, expected: int) -> None:
@@ -138,6 +150,24 @@ class Fleet:
         if self.clock is not None:
             costs += np.maximum(self._prefilled_at - self.clock(), 0.0)
         return costs
+
+    def place(self, seat: Seat, sessions: int) -> None:
+        """`sessions` were, or will be, placed on an engine; negative: they went elsewhere after all."""
+        if sessions > 0:
+            self._share *= (1.0 - 1.0 / (SHARE_HORIZON * max(1, self.serving))) ** sessions
+        if not seat.gone:
+            self._share[seat.slot] += sessions / seat.model.slots
+
+    def only_fair(self, costs: np.ndarray, sessions: int) -> np.ndarray:
+        """The costs of placing `sessions`, infinite for engines that would get more than their share by that; as they
+        are where that leaves none."""
+        mean = self._mean_share()
+        most = max(mean, FAIR_SHARE * mean - sessions / max(1.0, self.total_slots / max(1, self.serving)))
+        fair = np.where(self._share > most + 1e-9, np.inf, costs)
+        return fair if fair.min() < np.inf else costs
+
+    def _mean_share(self) -> float:
+        return float(self._share @ self._in_service) / self.serving if self.serving else 0.0
 
     def prefill_s(self, slot: int) -> float:
         """Seconds per prompt token."""
@@ -183,6 +213,6 @@ class Fleet:
         new = max(8, 2 * old)
         self.seats.extend([None] * (new - old))
         self._free.extend(range(new - 1, old - 1, -1))
-        for name, fill in (("_decode", 0.0), ("_closed", np.inf), ("_prefill", 0.0), ("_prefilled_at", 0.0)):
-            setattr(self, name, np.concatenate([getattr(self, name), np.full(new - old, fill)]))
-        self._last_chosen = np.concatenate([self._last_chosen, np.zeros(new - old)])
+        for name in ("_decode", "_closed", "_prefill", "_prefilled_at", "_last_chosen", "_share", "_in_service"):
+            fill = np.full(new - old, np.inf if name == "_closed" else 0.0)
+            setattr(self, name, np.concatenate([getattr(self, name), fill]))

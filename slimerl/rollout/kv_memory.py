@@ -45,6 +45,8 @@ class Group:
     """Of the prompt of the first sibling."""
     spread: Counter[Seat] = field(default_factory=Counter)
     """Sessions by seat."""
+    promised: Counter[Seat] = field(default_factory=Counter)
+    """Siblings still to come, by the seat that they are expected at."""
 
 
 class Memory:
@@ -63,6 +65,17 @@ class Memory:
 
     def group(self, name: str) -> Group | None:
         return self._groups.get(name)
+
+    def group_of(self, name: str) -> Group:
+        """The group's record, made where there is none, and made the most recent one."""
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = Group()
+            while len(self._groups) > self._bounds[2]:
+                self._groups.popitem(last=False)
+        else:
+            self._groups.move_to_end(name)
+        return group
 
     def sent(self, name: str, group: str, keys: list[int], seat: Seat) -> Session:
         """The session's record, made the most recent one; `keys` are those of the prompt that goes to `seat`."""
@@ -87,13 +100,8 @@ class Memory:
         return len(self._sessions), self._blocks, len(self._groups)
 
     def _lie(self, session: Session, name: str, seat: Seat) -> None:
-        group = self._groups.get(name)
-        if group is None:
-            group = self._groups[name] = Group(session.keys)
-            while len(self._groups) > self._bounds[2]:
-                self._groups.popitem(last=False)
-        else:
-            self._groups.move_to_end(name)
+        group = self.group_of(name)
+        group.keys = group.keys or session.keys
         if session.seat is seat:
             return
         before = session.seat

@@ -33,7 +33,9 @@ SATURATED_LOAD = 0.75
 group without making it wait; above, a group of long answers would keep one engine busy while others run dry."""
 SPREAD_WHEN_SATURATED = 2
 """Each further engine prefills the prompt once more; two keep 0.97 of the hits and halve the clumping."""
-HOME_SLOTS = 0.5
+FULL_S = 1e6
+"""Added to the cost of an engine that has its share of a group: it is chosen only where there is no other."""
+HOME_SLOTS = 0.75
 """A sibling follows its group to an engine that decodes with less than this share of its slots ..."""
 HOME_LOAD = 1.25
 """... or whose load is below so many times the mean."""
@@ -182,6 +184,8 @@ class KvRouter:
         self._held[reservation.number] = _Held(seat, kv, plan.prompt, expected, self.version)
         self._index.insert(seat.slot, self.version, plan.keys)
         if query.session:
+            if session is None:
+                self._place(query.group, seat)
             session = self._memory.sent(query.session, query.group, plan.keys, seat)
             session.version, session.held, session.shared = self.version, plan.prompt, shared
         return reservation
@@ -216,7 +220,7 @@ class KvRouter:
             return False
         if seat.kv > PIN_KV_USE * seat.model.kv_tokens:
             return False
-        return seat.load <= PIN_SLOTS or seat.load * fleet.serving <= PIN_LOAD * fleet.total_load
+        return not self._crowded(seat)
 
     def _all_avoided(self, avoid: frozenset[str]) -> bool:
         """Is no engine in service but those?"""
@@ -231,37 +235,57 @@ class KvRouter:
         for engine_id in avoid:
             if engine_id in self._seats:
                 costs[self._seats[engine_id].slot] = np.inf
+        if session is not None and session.seat is not None:
+            return fleet.least(costs)
         group = self._memory.group(query.group) if query.group else None
-        if group is not None and (session is None or session.seat is None):
-            self._with_siblings(group, costs)
-        return fleet.least(costs)
+        if group is not None:
+            seat = self._beside_siblings(group, costs)
+            if seat is not None:
+                return seat
+        return fleet.least(costs if self._saturated() else fleet.only_fair(costs, self._cap() if query.group else 1))
 
-    def _with_siblings(self, group: Group, costs: np.ndarray) -> None:
-        """Keep a new sibling to the engines of its group that may take one more, or else to those beside them."""
-        fleet = self._fleet
-        saturated = fleet.total_load >= SATURATED_LOAD * fleet.total_slots
-        cap = -(-self.siblings // (SPREAD_WHEN_SATURATED if saturated else 1))
-        homes, full = [], []
+    def _place(self, name: str, seat: Seat) -> None:
+        """Count a new session; the first of a group at an engine stands for the siblings that will follow it."""
+        group = self._memory.group_of(name) if name else None
+        if group is None:
+            self._fleet.place(seat, 1)
+            return
+        if group.promised[seat] > 0:
+            group.promised[seat] -= 1
+            return
+        for other, count in group.promised.items():
+            if count > 0:
+                self._fleet.place(other, -1)
+                group.promised[other] -= 1
+                break
+        started = sum(group.spread.values()) + sum(group.promised.values())
+        follow = max(0, min(self._cap(), self.siblings - started) - 1)
+        self._fleet.place(seat, 1 + follow)
+        group.promised[seat] += follow
+
+    def _saturated(self) -> bool:
+        return self._fleet.total_load >= SATURATED_LOAD * self._fleet.total_slots
+
+    def _cap(self) -> int:
+        """Siblings of a group per engine."""
+        return -(-self.siblings // (SPREAD_WHEN_SATURATED if self._saturated() else 1))
+
+    def _beside_siblings(self, group: Group, costs: np.ndarray) -> Seat | None:
+        """The engine of its group that may take one more sibling; full ones are priced out."""
+        cap = self._cap()
+        best: Seat | None = None
         for seat, count in group.spread.items():
             if seat.gone or costs[seat.slot] == np.inf:
                 continue
             if count >= cap:
-                full.append(seat.slot)
-            elif not self._crowded(seat):
-                homes.append(seat.slot)
-        if homes:
-            kept = costs[homes]
-            costs[:] = np.inf
-            costs[homes] = kept
-        elif full:
-            kept = costs[full]
-            costs[full] = np.inf
-            if costs.min() == np.inf:
-                costs[full] = kept
+                costs[seat.slot] += FULL_S
+            elif not self._crowded(seat) and (best is None or costs[seat.slot] < costs[best.slot]):
+                best = seat
+        return best
 
     def _crowded(self, seat: Seat) -> bool:
         fleet = self._fleet
-        return seat.load >= max(HOME_SLOTS * seat.model.slots, HOME_LOAD * fleet.total_load / fleet.serving)
+        return seat.load > max(HOME_SLOTS * seat.model.slots, HOME_LOAD * fleet.total_load / fleet.serving)
 
     def _plan_of(self, query: Query, session: Session | None) -> _Plan:
         if query.tokens is None:

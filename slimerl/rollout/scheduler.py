@@ -163,16 +163,16 @@ class Scheduler:
         """Book what came of a sample's task."""
         del self._tasks[sample.sample_id]
         if task.cancelled():
-            reason = "cancelled"
+            reason, detail = "cancelled", "its task was cancelled"
         elif (error := task.exception()) is None:
             self._settle(sample.group_id, self.store.rewarded(sample.sample_id))
             return
         elif isinstance(error, SampleLost):
-            reason = error.reason
+            reason, detail = error.reason, str(error)
         else:
             logger.error("sample %s: an unexpected error", sample.sample_id, exc_info=error)
-            reason = "internal_error"
-        logger.warning("sample %s is dropped: %s", sample.sample_id, reason)
+            reason, detail = "internal_error", repr(error)
+        logger.warning("sample %s is dropped (%s): %s", sample.sample_id, reason, detail)
         self._settle(sample.group_id, self.store.drop(sample.sample_id, reason))
 
     def _settle(self, group_id: str, state: GroupState) -> None:

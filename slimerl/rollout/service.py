@@ -198,7 +198,7 @@ class ControlService:
         serving = any(engine.state is EngineState.SERVING for engine in self.router.engines())
         judging = self.scheduler.store.in_state(SampleState.GENERATED)
         # While weights are held the engines may yet come into service.
-        if not (serving or judging or self.router.running() or self.weights.busy):
+        if not (serving or judging or self.scheduler.dispatcher.in_flight or self.weights.busy):
             states = "; ".join(
                 f"{engine.engine_id} is {engine.state}: {self.router.reasons().get(engine.engine_id, 'awaits a sync')}"
                 for engine in self.router.engines()
@@ -211,7 +211,7 @@ class ControlService:
         running = ", ".join(f"{one.session} on {one.engine_id}" for one in self.router.running()[:4])
         return (
             f"{ready} of {self.scheduler.settings.groups_per_step} groups ready, {len(store.open_groups())} under way; "
-            f"requests running: {len(self.router.running())} ({running or 'none'}); "
+            f"requests running: {self.scheduler.dispatcher.in_flight} ({running or 'none'}); "
             f"weights {self.weights.busy or 'not held'}"
         )
 

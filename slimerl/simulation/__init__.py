@@ -1,1 +1,1 @@
-"""Discrete-event rollouts and network, for planning beyond this machine."""
+"""Simulated hardware and load, for planning beyond this machine."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from slimerl.rollout.kv_router import KvRouter
 from slimerl.rollout.router import Query, Reservation, Router
 from slimerl.samples.messages import EngineInfo
 from slimerl.simulation.rollout_engine import EngineRates, Job, SimulatedEngine
@@ -266,10 +267,9 @@ class RolloutSimulation:
 
 
 def end_slot(router: Router, slot: Reservation, generated: int) -> None:
-    """End a reservation; a router that wants to know what was generated is told."""
-    told = getattr(router, "end_generated", None)
-    if told is not None:
-        told(slot, generated)
+    """End a reservation; the router that wants to know what was generated is told."""
+    if isinstance(router, KvRouter):
+        router.end(slot, generated)
     else:
         router.end(slot)
 

@@ -137,7 +137,7 @@ class Shape:
     """A system prompt that all groups share."""
     prompt: Lengths = field(default_factory=lambda: Lengths(1024, 0.3))
     answer: Lengths = field(default_factory=lambda: Lengths(256))
-    observation: Lengths = field(default_factory=lambda: Lengths(256))
+    observation: Lengths = field(default_factory=lambda: Lengths(396))
     interleaved: bool = False
     """Siblings are handed out apart from one another (first of all groups, second of all groups, ...)."""
     skewed_groups: int = 0

@@ -146,7 +146,7 @@ def transformer_config(
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    _check_divisible(arguments, parallel)
+    check_divisible(arguments, parallel)
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     return TransformerConfig(
         **arguments.transformer,
@@ -196,7 +196,8 @@ def _leave_as_allocated(weight: torch.Tensor) -> None:
     """Initialise nothing."""
 
 
-def _check_divisible(arguments: ModelArguments, parallel: ParallelSpec) -> None:
+def check_divisible(arguments: ModelArguments, parallel: ParallelSpec) -> None:
+    """Raises UnsupportedModel where the grid does not divide the model; needs no megatron."""
     for key in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         if arguments.transformer[key] % parallel.tensor:
             raise UnsupportedModel(

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from resharding_models import State, megatron_reference, random_state, same_bits
 
+from slimerl.resharding.assemble import scatter
 from slimerl.resharding.buckets import split_into_buckets
 from slimerl.resharding.coverage import CoverageError
 from slimerl.resharding.families import family_of
@@ -33,11 +34,21 @@ def gathered(layout: MegatronLayout, bucket_bytes: int, dtype: torch.dtype) -> l
     tensors = family.logical_tensors(CONFIG, dtype)
     buckets = split_into_buckets(tensors, family.fused_groups(CONFIG), bucket_bytes)
     gather = Gather(ranks, buckets, dist.group.WORLD)
-    parameters = megatron_reference(CONFIG, random_state(CONFIG), layout, rank)
+    parameters: State = {}
+    if layout.pipeline == 1:
+        parameters = megatron_reference(CONFIG, random_state(CONFIG), layout, rank)
+    else:
+        for place in ranks[rank]:
+            parameters[place.parameter] = torch.empty(place.at.stops)  # the last piece reaches the end
+        scatter(ranks[rank], random_state(CONFIG), parameters)
     return [list(bucket) for bucket in gather.run(parameters)]
 
 
-@pytest.mark.parametrize("layout", [MegatronLayout(tensor=2), MegatronLayout(data=2)], ids=["tensor", "data"])
+@pytest.mark.parametrize(
+    "layout",
+    [MegatronLayout(tensor=2), MegatronLayout(data=2), MegatronLayout(pipeline=2)],
+    ids=["tensor", "data", "pipeline"],
+)
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20], ids=["a bucket per tensor", "one bucket"])
 def test_w5_every_rank_joins_every_bucket_and_the_first_holds_the_checkpoint(
     ranks: RankPool, layout: MegatronLayout, bucket_bytes: int

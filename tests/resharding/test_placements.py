@@ -1,5 +1,6 @@
 """The tables against an independent account of both layouts, and there and back, bit for bit."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -52,12 +53,26 @@ def megatron_cases(draw: st.DrawFn) -> tuple[dict[str, Any], MegatronLayout]:
     config = draw(dense_configs(tensor=tensor))
     pipeline = draw(st.sampled_from([p for p in (1, 2, 4) if config["num_hidden_layers"] % p == 0]))
     virtual = 2 if pipeline == 2 and config["num_hidden_layers"] == 4 and draw(st.booleans()) else 1
+    stage_layers = None
+    if draw(st.booleans()):
+        cuts = draw(
+            st.lists(
+                st.integers(0, config["num_hidden_layers"]),
+                min_size=pipeline * virtual - 1,
+                max_size=pipeline * virtual - 1,
+            )
+        )
+        counts = [
+            after - before for before, after in itertools.pairwise([0, *sorted(cuts), config["num_hidden_layers"]])
+        ]
+        stage_layers = tuple(tuple(counts[chunk * pipeline : (chunk + 1) * pipeline]) for chunk in range(virtual))
     return config, MegatronLayout(
         tensor=tensor,
         data=draw(st.sampled_from([1, 2])),
         context=draw(st.sampled_from([1, 2])),
         pipeline=pipeline,
         virtual=virtual,
+        stage_layers=stage_layers,
         vocabulary_multiple=draw(st.sampled_from([1, 8])),
     )
 
@@ -87,7 +102,7 @@ def test_w10_checkpoint_to_megatron_and_back_is_bit_exact_with_equal_keys(case):
 @given(st.one_of(megatron_cases(), moe_cases()))
 def test_w9_megatron_shards_are_what_megatron_holds(case):
     config, layout = case
-    layout = replace(layout, pipeline=1, virtual=1)
+    layout = replace(layout, pipeline=1, virtual=1, stage_layers=None)
     state = random_state(config)
     for rank in range(layout.world_size):
         placements = family_of(config).megatron_placements(config, layout, rank)

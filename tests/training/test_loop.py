@@ -57,6 +57,9 @@ class RecordingLog:
 
 
 def run_loop(spec: RunSpec):
+    import megatron_patches
+
+    megatron_patches.apply()
     from slimerl.resilience.deadline import Deadline
     from slimerl.training import assembly, parallel
     from slimerl.training.capabilities import detect

@@ -56,12 +56,11 @@ def hugging_face_loss(model_path: Path) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_supervised_fine_tuning_on_two_ranks_ends_with_a_better_model(tmp_path, dtype):
+def test_supervised_fine_tuning_on_two_ranks_ends_with_a_better_model(tmp_path):
     spec = write_run(tmp_path, parallel={"data": 2})
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launcher, "-m", "slimerl.training", str(spec), f"model.dtype={dtype}"],
+        [*launcher, "-m", "slimerl.training", str(spec)],
         env=environment(),
         capture_output=True,
         text=True,
@@ -72,9 +71,8 @@ def test_supervised_fine_tuning_on_two_ranks_ends_with_a_better_model(tmp_path, 
     assert [record["step"] for record in records] == list(range(13))
     assert records[-1]["train/loss"] < 0.6 * records[1]["train/loss"]
     assert records[-1]["eval/loss"] < 0.6 * records[0]["eval/loss"]
-    tolerance = 1e-4 if dtype == "fp32" else 0.1
-    assert hugging_face_loss(tmp_path / "model") == pytest.approx(records[0]["eval/loss"], abs=tolerance)
-    assert hugging_face_loss(tmp_path / "run" / "model") == pytest.approx(records[-1]["eval/loss"], abs=tolerance)
+    assert hugging_face_loss(tmp_path / "model") == pytest.approx(records[0]["eval/loss"], abs=1e-4)
+    assert hugging_face_loss(tmp_path / "run" / "model") == pytest.approx(records[-1]["eval/loss"], abs=1e-4)
 
 
 def test_a5_sigterm_ends_a_rank_that_waits_for_another_with_exit_code_143(tmp_path):
@@ -103,16 +101,15 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_faulty_data_is_told_by_line_and_ends_with_2(tmp_path):
+def test_a_faulty_spec_is_told_in_one_line_and_ends_with_2(tmp_path):
     spec = write_run(tmp_path)
-    (tmp_path / "rows.jsonl").write_text('{"id": "a", "prompt": "x"}\n')
     done = subprocess.run(
-        [sys.executable, "-m", "slimerl.training", str(spec)],
-        env=environment(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"),
+        [sys.executable, "-m", "slimerl.training", str(spec), "training.stepz=3"],
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert "rows.jsonl:1: 'response' is missing" in done.stderr
+    assert done.returncode == 2
+    assert "training.steps" in done.stderr
     assert "Traceback" not in done.stderr

@@ -59,6 +59,9 @@ class Built:
 
 def build(model_path: Path, parallel: ParallelSpec, dtype: str = "fp32") -> Built:
     """The loaded model on this rank's grid, not yet wrapped."""
+    import megatron_patches
+
+    megatron_patches.apply()
     from slimerl.training import capabilities, model, model_config, weights
     from slimerl.training import parallel as grids
 

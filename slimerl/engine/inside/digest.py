@@ -123,9 +123,9 @@ def _chunks(matrix: torch.Tensor, granule_bytes: int) -> Iterator[tuple[int, int
 
 def _words(chunk: torch.Tensor, granule_bytes: int) -> torch.Tensor:
     """[rows, words] of int64, not to be written to; narrower words are extended by zeros."""
-    chunk = chunk.contiguous()
-    if chunk.storage_offset() * chunk.element_size() % granule_bytes:
-        chunk = chunk.clone()
+    in_place = [chunk.storage_offset(), chunk.stride(0)]
+    if chunk.stride(1) != 1 or any(count * chunk.element_size() % granule_bytes for count in in_place):
+        chunk = chunk.clone(memory_format=torch.contiguous_format)
     words = chunk.view(_INTEGER_OF[granule_bytes])
     if granule_bytes == WORD_BYTES:
         return words

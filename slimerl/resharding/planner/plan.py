@@ -1,0 +1,137 @@
+"""The plan of a sync: what every rank sends, passes on and stores, in which order.
+
+Flows in: a model's table, two layouts, a topology. Flows out: `Plan`, a handful of arrays from which every rank selects
+its share. Invariant: `check_cover` holds for every plan that `make_plan` returns: each destination byte is written
+exactly once.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slimerl.resharding.planner.atoms import Atoms
+from slimerl.resharding.planner.parcels import Fragments, Parcels
+from slimerl.resharding.planner.ranks import RankTable
+from slimerl.resharding.planner.records import Records
+from slimerl.resharding.planner.rings import Turns
+from slimerl.resharding.planner.templates import IntArray, Signatures
+from slimerl.resharding.planner.topology import Nodes, Topology
+from slimerl.resharding.planner.waterfill import Level
+
+Int32Array = NDArray[np.int32]
+
+
+class Operations(NamedTuple):
+    """Every network operation: one parcel from one NIC to another. Sorted by round."""
+
+    sender: Int32Array
+    receiver: Int32Array
+    parcel: Int32Array
+    round: Int32Array
+    after: Int32Array
+    """The operation that brings the sender the parcel; -1: the sender is its trainer."""
+    node: Int32Array
+    """The class of the receiver's node."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """The part of a plan that neither nodes nor replicas enter: who owns, who wants, who sends."""
+
+    model: Signatures
+    train: RankTable
+    engine: RankTable
+    records: Records
+    atoms: Atoms
+    level: Level
+    """Seconds that each trainer NIC sends, and their lower bound."""
+    relay_classes: bool
+    """The trainers inject one copy, not one for each class of nodes."""
+    fragments: Fragments
+    """Not yet in parcels."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `make_plan` returns. All arrays are read only."""
+
+    template: Template
+    topology: Topology
+    nodes: Nodes
+    fragments: Fragments
+    parcels: Parcels
+    slot: IntArray
+    """[parcels]: the NIC of a node by which it enters."""
+    turns: Turns
+    operations: Operations
+    key: str
+    """Digest of the inputs: equal inputs give equal plans."""
+
+    @cached_property
+    def nic_bytes(self) -> tuple[IntArray, IntArray]:
+        """Bytes sent and received by each NIC."""
+        nbytes = self.parcels.nbytes[self.operations.parcel]
+        count = self.topology.nics
+        sent = np.bincount(self.operations.sender, weights=nbytes, minlength=count)
+        received = np.bincount(self.operations.receiver, weights=nbytes, minlength=count)
+        return sent.astype(np.int64), received.astype(np.int64)
+
+    @cached_property
+    def nic_operations(self) -> tuple[IntArray, IntArray]:
+        """Operations sent and received by each NIC."""
+        count = self.topology.nics
+        return (
+            np.bincount(self.operations.sender, minlength=count),
+            np.bincount(self.operations.receiver, minlength=count),
+        )
+
+    @property
+    def rounds(self) -> int:
+        return int(self.operations.round.max()) + 1
+
+    @cached_property
+    def by_sender(self) -> tuple[IntArray, IntArray]:
+        """Operations grouped by sender: order and offsets [nics + 1]."""
+        return _grouped(self.operations.sender, self.topology.nics)
+
+    @cached_property
+    def by_receiver(self) -> tuple[IntArray, IntArray]:
+        return _grouped(self.operations.receiver, self.topology.nics)
+
+
+def _grouped(of: Int32Array, count: int) -> tuple[IntArray, IntArray]:
+    order = np.argsort(of, kind="stable")
+    return order, np.r_[0, np.cumsum(np.bincount(of, minlength=count))]
+
+
+def spell_operations(parcels: Parcels, turns: Turns, nodes: Nodes, slot: IntArray) -> Operations:
+    """Every hop of every turn, sorted by round."""
+    members = nodes.members
+    hop = np.arange(members)[None, :]
+    at = (turns.head[:, None] + hop) % members
+    receiver = nodes.entry[at, turns.node[:, None], turns.slot[:, None]].astype(np.int32)
+    index = np.arange(receiver.size, dtype=np.int32).reshape(receiver.shape)
+    sender = np.empty_like(receiver)
+    after = np.empty_like(index)
+    sender[:, 1:], after[:, 1:] = receiver[:, :-1], index[:, :-1]
+    sender[:, 0], after[:, 0] = parcels.root[turns.parcel], -1
+    fed = np.flatnonzero(turns.feeder >= 0)
+    feeder = turns.feeder[fed]
+    distance = (turns.head[fed] - turns.head[feeder]) % members
+    sender[fed, 0], after[fed, 0] = receiver[feeder, distance], index[feeder, distance]
+    when = (turns.round[:, None] + hop).astype(np.int32).ravel()
+    order = np.argsort(when, kind="stable")
+    moved = np.empty(len(order), dtype=np.int32)
+    moved[order] = np.arange(len(order), dtype=np.int32)
+    before = after.ravel()[order]
+    return Operations(
+        sender.ravel()[order],
+        receiver.ravel()[order],
+        np.repeat(turns.parcel, members).astype(np.int32)[order],
+        when[order],
+        np.where(before < 0, np.int32(-1), moved[before]),
+        np.repeat(turns.node, members).astype(np.int32)[order],
+    )

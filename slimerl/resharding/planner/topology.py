@@ -1,0 +1,104 @@
+"""The machines of a sync: trainer GPUs, engine replicas on nodes, one network card (NIC) per GPU.
+
+Flows in: sizes and speeds. Flows out: which NICs make a node and which nodes hold the same shards.
+Invariant: NIC numbers: the trainer's ranks come first, then replica by replica the ranks of the engines.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slimerl.resharding.layouts import LayoutError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Trainer and engines. Bandwidths are per GPU, in bytes per second and per direction (full duplex)."""
+
+    trainer_ranks: int
+    engine_ranks: int
+    """Of one replica."""
+    replicas: int
+    gpus_per_node: int = 8
+    nic_bytes_per_s: float = 50e9
+    nvlink_bytes_per_s: float = 450e9
+    dead: frozenset[int] = frozenset()
+    """Replicas that a plan leaves out."""
+    slow: tuple[tuple[int, float], ...] = ()
+    """NICs that run below full speed: (number, fraction)."""
+
+    def __post_init__(self) -> None:
+        small, large = sorted((self.engine_ranks, self.gpus_per_node))
+        if large % small:
+            raise LayoutError(
+                f"an engine of {self.engine_ranks} GPUs on nodes of {self.gpus_per_node}: one must divide the other"
+            )
+        if len(self.dead - set(range(self.replicas))) or len(self.dead) >= self.replicas:
+            raise LayoutError(f"dead engines {sorted(self.dead)} leave none of {self.replicas} replicas to sync")
+
+    @property
+    def nics(self) -> int:
+        return self.trainer_ranks + self.engine_ranks * self.replicas
+
+    @property
+    def copies_per_node(self) -> int:
+        """Replicas that share a node."""
+        return max(1, self.gpus_per_node // self.engine_ranks)
+
+    @property
+    def classes(self) -> int:
+        """Nodes of one replica: nodes of one class hold the same shards."""
+        return max(1, self.engine_ranks // self.gpus_per_node)
+
+    @property
+    def slots(self) -> int:
+        """GPUs that a node has for engines, where it is full."""
+        return min(self.gpus_per_node, self.engine_ranks * self.copies_per_node)
+
+    def class_and_slot(self, rank: int, copy: int = 0) -> tuple[int, int]:
+        """Where rank `rank` of a replica stands, the replica being the `copy`-th of its node."""
+        if self.classes > 1:
+            return rank // self.slots, rank % self.slots
+        return 0, copy * self.engine_ranks + rank
+
+    def nic_speeds(self) -> NDArray[np.float64]:
+        """[nics], bytes per second."""
+        speeds = np.full(self.nics, self.nic_bytes_per_s)
+        for nic, fraction in self.slow:
+            speeds[nic] *= fraction
+        return speeds
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The engine nodes that a plan serves."""
+
+    nic: NDArray[np.int64]
+    """[members, classes, slots]: a NIC's number, -1 where the GPU is absent or its replica dead.
+
+    The members of one class hold the same shards and form one ring.
+    """
+    entry: NDArray[np.int64] = field(repr=False)
+    """As `nic`, but an absent GPU's data enters by the NIC of a present one."""
+
+    @property
+    def members(self) -> int:
+        return int(self.nic.shape[0])
+
+
+def engine_nodes(topology: Topology) -> Nodes:
+    """All nodes with a living replica."""
+    copies, per_replica = topology.copies_per_node, topology.engine_ranks
+    members = -(-topology.replicas // copies)
+    numbers = topology.trainer_ranks + np.arange(members * copies * per_replica)
+    nic = numbers.reshape(members * copies, per_replica)
+    absent = [replica for replica in range(members * copies) if replica >= topology.replicas or replica in topology.dead]
+    nic[absent] = -1
+    nic = nic.reshape(members, topology.classes, topology.slots)
+    nic = nic[(nic >= 0).any(axis=(1, 2))]
+    entry = nic.copy()
+    for member, node, slot in zip(*np.nonzero(nic < 0), strict=True):
+        present = nic[member, node][nic[member, node] >= 0]
+        entry[member, node, slot] = present[slot % len(present)]
+    return Nodes(nic, entry)

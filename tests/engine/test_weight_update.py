@@ -1,0 +1,301 @@
+"""Weights into running engines through shared memory, and every way in which that must not go wrong in silence."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import msgspec
+import psutil
+import pytest
+import torch
+import transformers
+from engine_fixtures import Engines, RunningEngine
+from reference import greedy_choices, largest_difference, logprobs_of
+from tiny_models import tiny_model
+from weights import BUCKET_BYTES, Plan, open_update, update
+
+from slimerl.engine.fleet import EngineFleet, NoEngineLeft
+from slimerl.engine.inside.shared_bucket import HEADER_BYTES, SharedBucket
+from slimerl.engine.protocol import SamplingParams, read_generation
+from slimerl.resharding.proof import WeightProof
+from slimerl.resharding.transports.ipc import IpcCarrier, NothingSent
+from slimerl.samples.messages import EngineInfo
+
+PROMPT = [10, 20, 30, 40, 50]
+ENGINES = {"qwen3, TP1": ("qwen3", False, 1), "tied llama, TP2": ("llama", True, 2)}
+
+
+@pytest.fixture(params=ENGINES, scope="module")
+def engine(request: pytest.FixtureRequest, engines: Engines) -> RunningEngine:
+    family, tied, size = ENGINES[request.param]
+    return engines(family, tied=tied, tensor_parallel=size)
+
+
+@pytest.fixture(scope="module")
+def engine_of_two(engines: Engines) -> RunningEngine:
+    return engines("llama", tied=True, tensor_parallel=2)
+
+
+def other_model(engine: RunningEngine, seed: int) -> Any:
+    """Another model of the engine's shape."""
+    config = transformers.AutoConfig.from_pretrained(engine.model_path)
+    return tiny_model(config.model_type, seed=seed, tied=config.tie_word_embeddings)
+
+
+def original_model(engine: RunningEngine) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(engine.model_path).eval()
+
+
+def generate(engine: RunningEngine, tokens: int = 24) -> Any:
+    return engine.ask(lambda client: client.generate(PROMPT, SamplingParams(tokens, temperature=0.0)))
+
+
+def assert_is(engine: RunningEngine, model: Any, version: int) -> None:
+    """The engine generates what `model` would, under `version`."""
+    result = generate(engine)
+    assert result.tokens == greedy_choices(model, PROMPT, result.tokens)
+    assert largest_difference(logprobs_of(model, PROMPT, result.tokens), result.logprobs) < 1e-4
+    assert set(result.versions) == {version}
+
+
+def test_an_update_moves_the_logprobs_to_those_of_the_new_model(engine: RunningEngine) -> None:
+    model = other_model(engine, seed=5)
+    generate(engine)  # fills the prefix cache with keys and values of the old weights
+    assert update(engine, model, version=1) == {}
+    assert_is(engine, model, version=1)
+
+
+def test_sglangs_own_checksums_come_back_with_the_original_weights(engine: RunningEngine) -> None:
+    """A second witness, which shares no code with the digest: the checksums of what SGLang itself loaded."""
+    update(engine, original_model(engine), version=2)
+    before = engine.ask(lambda client: client.weights_checksum())
+    update(engine, other_model(engine, seed=6), version=3)
+    changed = engine.ask(lambda client: client.weights_checksum())
+    update(engine, original_model(engine), version=4)
+    after = engine.ask(lambda client: client.weights_checksum())
+    assert len(before) == engine.info.tensor_parallel
+    for old, new, again in zip(before, changed, after, strict=True):
+        assert old["checksums"] == again["checksums"]
+        assert all(old["checksums"][name] != new["checksums"][name] for name in old["checksums"])
+
+
+def test_a_running_sample_goes_on_with_the_new_weights_and_says_where_they_begin(engine: RunningEngine) -> None:
+    old, new = original_model(engine), other_model(engine, seed=7)
+    update(engine, old, version=5)
+    result = asyncio.run(_update_in_mid_sample(engine, new, version=6))
+    first_new = result.versions.index(6)
+    assert result.versions == [5] * first_new + [6] * (len(result.versions) - first_new)
+    assert 0 < first_new < len(result.tokens)
+    expected = torch.cat(
+        [
+            logprobs_of(old, PROMPT, result.tokens)[:first_new],
+            logprobs_of(new, PROMPT, result.tokens)[first_new:],
+        ]
+    )
+    assert largest_difference(expected, result.logprobs) < 1e-4
+
+
+async def _update_in_mid_sample(engine: RunningEngine, model: Any, version: int) -> Any:
+    """Streams, so that the update can begin once tokens have come."""
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 1.0},
+        "return_logprob": True,
+        "stream": True,
+    }
+    headers = {"Authorization": f"Bearer {engine.info.admin_key}"}
+    chunk, updated = None, False
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with session.post(engine.server.url + "/generate", json=body) as response:
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = msgspec.json.decode(line.removeprefix(b"data: "))
+                if not updated:
+                    updated = True
+                    assert await asyncio.to_thread(update, engine, model, version) == {}
+                    await session.post(engine.server.url + "/abort_request", json={"rid": chunk["meta_info"]["id"]})
+    return read_generation(chunk)
+
+
+@pytest.fixture
+def corrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
+    """(tensor, byte) pairs put in here get one bit of that byte flipped in shared memory, after the sender's copy."""
+    wanted: list[tuple[str, int]] = []
+    intact = SharedBucket.fill
+
+    def fill(self: SharedBucket, tag: bytes, tensors: Any) -> Any:
+        entries = intact(self, tag, tensors)
+        for entry in entries:
+            for name, byte in wanted:
+                if entry["name"] == name:
+                    self._map[HEADER_BYTES + entry["offset"] + byte] ^= 1
+        return entries
+
+    monkeypatch.setattr(SharedBucket, "fill", fill)
+    yield wanted
+
+
+def test_w12_a_flipped_bit_is_found_on_the_rank_that_holds_it(
+    engine_of_two: RunningEngine, corrupt: list[tuple[str, int]]
+) -> None:
+    """Fault: one bit of o_proj's last column, which lies on rank 1 alone, changes in transit."""
+    name = "model.layers.1.self_attn.o_proj.weight"
+    corrupt.append((name, (127) * 4))
+    plan, model = Plan(engine_of_two), other_model(engine_of_two, seed=8)
+    proof = WeightProof(plan.tensors, plan.placements)
+    with open_update([engine_of_two.info]) as (_fleet, carrier):
+        for bucket in plan.buckets(model):
+            carrier.send(bucket)
+            for tensor_name, tensor in bucket:
+                proof.add(tensor_name, tensor)
+        with pytest.raises(NoEngineLeft, match=rf"engine-\d+ rank 1 does not hold what was sent of {name}"):
+            carrier.prove(9, plan.placements, proof)
+    corrupt.clear()
+    assert update(engine_of_two, model, version=9) == {}
+
+
+def test_w3_a_name_that_the_engine_does_not_know_is_an_error_naming_it(engine: RunningEngine) -> None:
+    """Fault: a fused name. SGLang answers with success and ignores the tensor."""
+    wrong = "model.layers.0.self_attn.qkv_projection.weight"
+    with (
+        pytest.raises(NoEngineLeft, match=rf"does not know these tensors and ignored them: {wrong}"),
+        open_update([engine.info]) as (_fleet, carrier),
+    ):
+        plan = Plan(engine)
+        carrier.send([(wrong, torch.zeros(8, 8)), *next(iter(plan.buckets(original_model(engine))))])
+        carrier.verify(1, [[]], {})
+
+
+def test_w3_a_tensor_that_nobody_sends_is_an_error_naming_it(engine: RunningEngine) -> None:
+    plan = Plan(engine)
+    with open_update([engine.info]) as (_fleet, carrier):
+        for bucket in plan.buckets(original_model(engine)):
+            rest = [(name, tensor) for name, tensor in bucket if name != "model.norm.weight"]
+            carrier.send(rest)
+        with pytest.raises(NothingSent, match=r"never sent: model\.norm\.weight"):
+            carrier.verify(1, plan.placements, WeightProof(plan.tensors, plan.placements).granules)
+
+
+def test_w3_an_empty_bucket_is_an_error(engine: RunningEngine) -> None:
+    with open_update([engine.info]) as (_fleet, carrier), pytest.raises(NothingSent):
+        carrier.send([])
+
+
+def test_w3_a_plan_without_a_parameter_of_the_engine_is_refused_before_the_first_byte(engine: RunningEngine) -> None:
+    plan = Plan(engine)
+    short = [[place for place in rank if place.parameter != "model.norm.weight"] for rank in plan.placements]
+    with (
+        open_update([engine.info]) as (_fleet, carrier),
+        pytest.raises(NoEngineLeft, match=r"rank 0: .*does not place: model\.norm\.weight"),
+    ):
+        carrier.check(plan.tensors, short)
+
+
+def test_w2_another_dtype_than_the_engine_keeps_is_named_not_converted(engine: RunningEngine) -> None:
+    plan = Plan(engine)
+    first = next(iter(plan.buckets(original_model(engine))))
+    with (
+        pytest.raises(NoEngineLeft, match=r"another dtype .*bfloat16 into float32"),
+        open_update([engine.info]) as (_fleet, carrier),
+    ):
+        carrier.send([(name, tensor.bfloat16()) for name, tensor in first])
+        carrier.verify(1, [[]], {})
+    assert update(engine, original_model(engine), version=10) == {}
+
+
+def test_an_error_inside_the_loader_names_the_tensor_and_the_server_survives(engine: RunningEngine) -> None:
+    """An exception in the loader would end SGLang's scheduler."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    with (
+        pytest.raises(NoEngineLeft, match=rf"rank 0: LoadProblem: {name}: AssertionError"),
+        open_update([engine.info]) as (_fleet, carrier),
+    ):
+        carrier.send([(name, torch.zeros(3, 3))])
+        carrier.verify(1, [[]], {})
+    model = other_model(engine, seed=9)
+    assert update(engine, model, version=11) == {}
+    assert_is(engine, model, version=11)
+
+
+def test_w6_a_bucket_is_refilled_only_after_every_rank_has_answered(engine_of_two: RunningEngine) -> None:
+    """Fault: rank 1 stands still. The third bucket would overwrite the first, which it has not read."""
+    plan = Plan(engine_of_two)
+    ranks = [
+        process for process in _processes(engine_of_two) if "scheduler" in process.name() or "sched" in process.name()
+    ]
+    assert len(ranks) == 2
+    buckets = list(plan.buckets(original_model(engine_of_two)))
+    assert len(buckets) >= 3
+    with open_update([engine_of_two.info], timeout_s=2.0) as (fleet, carrier):
+        ranks[1].send_signal(signal.SIGSTOP)
+        try:
+            carrier.send(buckets[0])
+            carrier.send(buckets[1])
+            first = bytes(carrier._slots[0].memory._map)
+            with pytest.raises(NoEngineLeft, match=r"/update_weights_from_tensor: no answer within 2 s"):
+                carrier.send(buckets[2])
+            assert bytes(carrier._slots[0].memory._map) == first
+        finally:
+            ranks[1].send_signal(signal.SIGCONT)
+    # It is dirty now; a whole update makes it good again.
+    model = other_model(engine_of_two, seed=10)
+    assert update(engine_of_two, model, version=12) == {}
+    assert_is(engine_of_two, model, version=12)
+
+
+def test_w7_twenty_updates_leak_no_file_descriptor_on_either_side(engine: RunningEngine) -> None:
+    model = original_model(engine)
+    counts = []
+    for version in range(20):
+        assert update(engine, model, version=20 + version) == {}
+        counts.append({process.pid: process.num_fds() for process in [psutil.Process(), *_processes(engine)]})
+    assert counts[2] == counts[-1]
+
+
+def test_w12_an_engine_that_is_gone_is_dropped_by_name_and_the_others_go_on(engine: RunningEngine) -> None:
+    gone = EngineInfo("engine-gone", "http://127.0.0.1:9", "key", engine.info.tensor_parallel)
+    model = other_model(engine, seed=11)
+    failures = update(engine, model, version=50, others=[gone])
+    assert list(failures) == ["engine-gone"]
+    assert "engine-gone /pause_generation" in failures["engine-gone"]
+    assert_is(engine, model, version=50)
+
+
+def test_an_update_that_a_dead_coordinator_left_open_does_not_stand_in_the_way(engine: RunningEngine) -> None:
+    with EngineFleet([engine.info], 30.0) as fleet:
+        fleet.pause()
+        fleet.begin_weight_update()
+    model = other_model(engine, seed=12)
+    assert update(engine, model, version=51) == {}
+    assert_is(engine, model, version=51)
+
+
+def test_the_memory_is_gone_with_its_sender_and_was_never_in_dev_shm(engine: RunningEngine) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with open_update([engine.info]) as (_fleet, carrier):
+        carrier.send(next(iter(Plan(engine).buckets(original_model(engine)))))
+        mine = {name for name in set(os.listdir("/dev/shm")) - before if "slimerl" in name}
+        address = carrier._slots[0].memory.address
+        assert os.path.exists(address["path"])
+    assert not mine
+    assert not os.path.exists(address["path"])
+
+
+def test_describe_lists_what_each_rank_holds(engine_of_two: RunningEngine) -> None:
+    with open_update([engine_of_two.info]) as (_fleet, carrier):
+        [ranks] = carrier.describe().values()
+    assert len(ranks) == 2
+    for parameters in ranks:
+        fused = parameters["model.layers.0.mlp.gate_up_proj.weight"]
+        assert fused == {"shape": [256, 128], "dtype": "float32", "stride": [128, 1]}
+        assert "lm_head.weight" not in parameters
+
+
+def _processes(engine: RunningEngine) -> list[psutil.Process]:
+    root = psutil.Process(engine.server.process.pid)
+    return [root, *root.children(recursive=True)]
