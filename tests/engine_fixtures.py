@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tiny_models import make_tiny_model
+from traces import Traces
 
 from slimerl.engine.client import EngineClient
 from slimerl.engine.launcher import Server, detect_device, start_server
@@ -20,7 +22,7 @@ from slimerl.samples.messages import EngineInfo
 from slimerl.spec import RunSpec
 from slimerl.spec.load import spec_from_tree
 
-START_S = 120.0
+START_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,13 @@ class Engines:
         return RunningEngine(info, server, model_path)
 
     def close(self) -> None:
+        """Stop all; whatever one leaves behind fails the session."""
         for engine in self._running.values():
+            root = psutil.Process(engine.server.process.pid)
+            traces = Traces.of([root, *root.children(recursive=True)])
+            traces.files.add(str(engine.server.private_dir.path))
             engine.server.stop()
+            traces.wait_until_gone()
 
 
 def engine_spec(model_path: Path, run_dir: Path, tensor_parallel: int = 1, **engine: Any) -> RunSpec:

@@ -44,5 +44,12 @@ def _trainer(spec: RunSpec, spec_file: Path) -> RoleCommand:
 
 
 def _threads(count: int) -> dict[str, str]:
-    """Without CUDA every role computes on the same cores; unbounded OpenMP pools would fight for them."""
-    return {**os.environ, "OMP_NUM_THREADS": str(count), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    """Without CUDA every role computes on the same cores: unbounded OpenMP pools would fight for them, and threads
+    that spin while they wait would take them from the role that works."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(count),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -5,7 +5,7 @@ a layout of a thousand ranks is planned in one process. Invariant: a layout neve
 the same questions (`Layout`), so that one table of a family serves both.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import NamedTuple, Protocol
@@ -27,6 +27,21 @@ class Axis(Enum):
     """Inside one expert."""
     EMBEDDING = auto()
     HEAD = auto()
+    SHARED = auto()
+    """Experts that every token passes, beside the routed ones."""
+    LATENT = auto()
+    """Down-projections of multi-head latent attention."""
+
+
+class ExpertLocation(Enum):
+    """Who says which expert an engine keeps in which place."""
+
+    FIXED = auto()
+    """The number of the expert."""
+    MAPPED = auto()
+    """The engine's expert map."""
+    COPIED = auto()
+    """The engine's expert map, which may name an expert several times."""
 
 
 class Part(NamedTuple):
@@ -51,10 +66,25 @@ class Layout(Protocol):
     def world_size(self) -> int: ...
     def part(self, rank: int, axis: Axis) -> Part: ...
     def layers(self, rank: int, layers: int) -> list[HeldLayer]: ...
-    def experts(self, rank: int, experts: int) -> range: ...
+    def experts(self, rank: int, experts: int) -> range:
+        """The rank's experts. Raises LayoutError where they are no range (`expert_slots` always answers)."""
+
+    def expert_slots(self, rank: int, experts: int, location: "ExpertLocation", layer: int) -> Sequence[int]:
+        """Which of the experts of `layer` each place of the rank for one holds."""
+
     def first_prefix(self, rank: int) -> str | None: ...
     def last_prefix(self, rank: int) -> str | None: ...
+    def norm_prefix(self, rank: int, prediction: bool) -> str | None:
+        """Prefix of the module with the final norm; `prediction`: the model has a multi-token-prediction layer."""
+
+    def prediction_prefix(self, rank: int) -> str | None:
+        """Prefix of the module with the multi-token-prediction layer; None where the rank does not hold it."""
+
     def padded_vocabulary(self, vocabulary: int, parts: int) -> int: ...
+    @property
+    def fused_shared_experts(self) -> bool: ...
+    @property
+    def up_first(self) -> bool: ...
 
 
 def divide(whole: int, parts: int, what: str) -> int:
@@ -108,6 +138,11 @@ class MegatronLayout:
     vocabulary_multiple: int = 1
     """The vocabulary is padded to a multiple of this times `tensor` (Megatron's make-vocab-size-divisible-by)."""
     names: ModuleNames = ModuleNames.LOCAL
+    prediction_stage: int | None = None
+    """Stage whose last chunk has the multi-token-prediction layer; None: the last stage (`stages.py`)."""
+    split_latent: bool = False
+    """Down-projections of latent attention are cut by rows, as in Megatron's own local specification; otherwise every
+    rank holds them whole (Transformer Engine, and this package's portable specification)."""
 
     def __post_init__(self) -> None:
         grid = self.world_size // self.pipeline
@@ -119,6 +154,8 @@ class MegatronLayout:
             raise LayoutError(
                 f"stage_layers {self.stage_layers} must have {self.virtual} chunks of {self.pipeline} stages each"
             )
+        if self.prediction_stage is not None and not 0 <= self.prediction_stage < self.pipeline:
+            raise LayoutError(f"prediction_stage {self.prediction_stage} is none of {self.pipeline} stages")
 
     def _shape_of_stages(self) -> list[tuple[int, int]]:
         assert self.stage_layers is not None
@@ -145,7 +182,7 @@ class MegatronLayout:
 
     def part(self, rank: int, axis: Axis) -> Part:
         at = self.coordinates(rank)
-        if axis is Axis.NONE:
+        if axis is Axis.NONE or (axis is Axis.LATENT and not self.split_latent):
             return Part(0, 1)
         if axis is Axis.EXPERT:
             return Part(at.expert_tensor, self.expert_tensor_size)
@@ -180,6 +217,20 @@ class MegatronLayout:
         first = self.coordinates(rank).expert * each
         return range(first, first + each)
 
+    def expert_slots(self, rank: int, experts: int, location: ExpertLocation, layer: int) -> Sequence[int]:
+        """The rank's experts: Megatron keeps each once, in order."""
+        return self.experts(rank, experts)
+
+    @property
+    def fused_shared_experts(self) -> bool:
+        """Never: a way of SGLang."""
+        return False
+
+    @property
+    def up_first(self) -> bool:
+        """Never: a way of SGLang."""
+        return False
+
     def first_prefix(self, rank: int) -> str | None:
         """Prefix of the module with the embedding; None where the rank does not hold it."""
         return self._prefix(0) if self.coordinates(rank).pipeline == 0 else None
@@ -187,6 +238,24 @@ class MegatronLayout:
     def last_prefix(self, rank: int) -> str | None:
         """Prefix of the module with the final norm and head; None where the rank does not hold it."""
         return self._prefix(self.virtual - 1) if self.coordinates(rank).pipeline == self.pipeline - 1 else None
+
+    def norm_prefix(self, rank: int, prediction: bool) -> str | None:
+        """Prefix of the module with the final norm: beside the head, or, in a model with multi-token prediction,
+        behind the last layer (TransformerBlock.has_final_layernorm_in_this_stage)."""
+        if not prediction or self.stage_layers is None:
+            return self.last_prefix(rank)
+        chunk, stage = max(
+            (chunk, stage)
+            for chunk, counts in enumerate(self.stage_layers)
+            for stage, count in enumerate(counts)
+            if count
+        )
+        return self._prefix(chunk) if self.coordinates(rank).pipeline == stage else None
+
+    def prediction_prefix(self, rank: int) -> str | None:
+        """Prefix of the module with the multi-token-prediction layer; None where the rank does not hold it."""
+        stage = self.pipeline - 1 if self.prediction_stage is None else self.prediction_stage
+        return self._prefix(self.virtual - 1) if self.coordinates(rank).pipeline == stage else None
 
     def padded_vocabulary(self, vocabulary: int, parts: int | None = None) -> int:
         """Rows of the trainer's embedding over all ranks."""
@@ -205,6 +274,22 @@ class EngineLayout:
     data_attention: int = 1
     """SGLang's --dp-size with --enable-dp-attention; 1: off."""
     vocabulary_multiple: int = 64
+    head_over_attention: bool = False
+    """--enable-dp-lm-head: the output layer is cut like attention."""
+    replicated_dense: bool = False
+    """--moe-dense-tp-size 1: every rank holds MLPs that are no experts whole."""
+    replicated_shared: bool = False
+    """Every rank holds shared experts whole: SGLANG_SHARED_EXPERT_TP1 (DeepSeek), or an all-to-all backend."""
+    fused_shared_experts: bool = False
+    """The shared expert is one more slice behind each rank's routed experts; off with --disable-shared-experts-fusion.
+    """
+    redundant_experts: int = 0
+    """--ep-num-redundant-experts: places beyond one for each expert."""
+    expert_map: tuple[tuple[int, ...], ...] | None = None
+    """For each layer, the expert in each place (SGLang's physical_to_logical_map); None: place i has expert i modulo
+    their number."""
+    up_first: bool = False
+    """Unquantised experts of the flashinfer_cutlass backend: w13 is [up; gate]."""
 
     def __post_init__(self) -> None:
         divide(self.tensor, self.expert, "engine tensor over expert")
@@ -220,29 +305,67 @@ class EngineLayout:
 
     def part(self, rank: int, axis: Axis) -> Part:
         self._check(rank)
-        if axis is Axis.NONE:
-            return Part(0, 1)
-        if axis is Axis.EXPERT:
-            parts = self.tensor // self.expert
-        elif axis in (Axis.ATTENTION, Axis.EMBEDDING):
-            parts = self.tensor // self.data_attention
-        else:
-            parts = self.tensor
+        parts = self._parts(axis)
         return Part(rank % parts, parts)
+
+    def _parts(self, axis: Axis) -> int:
+        whole = {
+            Axis.NONE: True,
+            Axis.LATENT: True,
+            Axis.DENSE: self.replicated_dense,
+            Axis.SHARED: self.replicated_shared,
+        }
+        if whole.get(axis, False):
+            return 1
+        if axis is Axis.EXPERT:
+            return self.tensor // self.expert
+        if axis in (Axis.ATTENTION, Axis.EMBEDDING) or (axis is Axis.HEAD and self.head_over_attention):
+            return self.tensor // self.data_attention
+        return self.tensor
 
     def layers(self, rank: int, layers: int) -> list[HeldLayer]:
         self._check(rank)
         return [HeldLayer("", layer, layer) for layer in range(layers)]
 
     def experts(self, rank: int, experts: int) -> range:
-        each = divide(experts, self.expert, "experts over the engine's expert parallelism")
+        """The rank's experts, where these are a range: without a map, and with redundant experts if none is split."""
+        held = self.expert_slots(rank, experts, ExpertLocation.COPIED, 0)
+        if self.expert_map is not None or list(held) != list(range(held[0], held[0] + len(held))):
+            raise LayoutError(f"the experts of engine rank {rank} are no range: ask for its expert_slots")
+        return range(held[0], held[0] + len(held))
+
+    def expert_slots(self, rank: int, experts: int, location: ExpertLocation, layer: int) -> Sequence[int]:
+        """The expert in each of the rank's places.
+
+        Raises:
+            LayoutError: the places do not divide over the ranks, the model cannot have redundant experts, or the map
+                has not as many places.
+        """
+        self._check(rank)
+        places = experts + self.redundant_experts
+        if self.redundant_experts and location is not ExpertLocation.COPIED:
+            raise LayoutError(
+                f"{self.redundant_experts} redundant experts: SGLang loads none for this model or its draft model; "
+                "set redundant_experts to 0"
+            )
+        each = divide(places, self.expert, "experts over the engine's expert parallelism")
         first = rank // (self.tensor // self.expert) * each
-        return range(first, first + each)
+        if self.expert_map is None or location is ExpertLocation.FIXED:
+            return [place % experts for place in range(first, first + each)]
+        if layer >= len(self.expert_map) or len(self.expert_map[layer]) != places:
+            raise LayoutError(f"expert_map has not {places} places for layer {layer}")
+        return self.expert_map[layer][first : first + each]
 
     def first_prefix(self, rank: int) -> str | None:
         return ""
 
     def last_prefix(self, rank: int) -> str | None:
+        return ""
+
+    def norm_prefix(self, rank: int, prediction: bool) -> str | None:
+        return ""
+
+    def prediction_prefix(self, rank: int) -> str | None:
         return ""
 
     def padded_vocabulary(self, vocabulary: int, parts: int | None = None) -> int:

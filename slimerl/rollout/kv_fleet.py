@@ -24,6 +24,8 @@ SHARE_HORIZON = 512
 one group more or less is a small part, and short beside a run."""
 FAIR_SHARE = 1.05
 """An engine may be given more than its share, where the cost says so, up to so many times the mean."""
+PREFILL_WEIGHT = 4.0
+"""A prefill delays this request, and all that decode on the engine meanwhile; waiting delays this request alone."""
 TIE_S = 1e-3
 """Costs closer than this are a tie: the estimates are coarser."""
 
@@ -80,7 +82,7 @@ class Fleet:
     _closed: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """Waiting for a slot, and KV pressure; infinite where nothing may be sent."""
     _prefill: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """Seconds per prompt token."""
+    """Weighed seconds per prompt token that is not cached."""
     _prefilled_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """When the prompts that were sent so far will be prefilled."""
     _last_chosen: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -97,7 +99,7 @@ class Fleet:
         self.seats[slot] = seat
         self._decode[slot] = 0.0
         self._closed[slot] = np.inf
-        self._prefill[slot] = 1.0 / model.prefill_tokens_per_s
+        self._prefill[slot] = PREFILL_WEIGHT / model.prefill_tokens_per_s
         self._prefilled_at[slot] = 0.0
         self._last_chosen[slot] = self._count
         # As much as the others had: it is not to be flooded with every new group until it has caught up.
@@ -158,19 +160,19 @@ class Fleet:
         if not seat.gone:
             self._share[seat.slot] += sessions / seat.model.slots
 
-    def only_fair(self, costs: np.ndarray, sessions: int) -> np.ndarray:
-        """The costs of placing `sessions`, infinite for engines that would get more than their share by that; as they
-        are where that leaves none."""
+    def only_fair(self, costs: np.ndarray, sessions: int) -> None:
+        """Close all engines that would get more than their share by `sessions` further ones, if that leaves any."""
         mean = self._mean_share()
         most = max(mean, FAIR_SHARE * mean - sessions / max(1.0, self.total_slots / max(1, self.serving)))
-        fair = np.where(self._share > most + 1e-9, np.inf, costs)
-        return fair if fair.min() < np.inf else costs
+        closed = np.where(self._share > most + 1e-9, np.inf, costs)
+        if closed.min() < np.inf:
+            costs[:] = closed
 
     def _mean_share(self) -> float:
         return float(self._share @ self._in_service) / self.serving if self.serving else 0.0
 
     def prefill_s(self, slot: int) -> float:
-        """Seconds per prompt token."""
+        """Weighed seconds per prompt token that is not cached."""
         return float(self._prefill[slot])
 
     def least(self, costs: np.ndarray) -> Seat | None:

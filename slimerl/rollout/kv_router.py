@@ -35,10 +35,14 @@ SPREAD_WHEN_SATURATED = 2
 """Each further engine prefills the prompt once more; two keep 0.97 of the hits and halve the clumping."""
 FULL_S = 1e6
 """Added to the cost of an engine that has its share of a group: it is chosen only where there is no other."""
+
 HOME_SLOTS = 0.75
-"""A sibling follows its group to an engine that decodes with less than this share of its slots ..."""
+"""A sibling follows its group to an engine that decodes with at most this share of its slots ..."""
 HOME_LOAD = 1.25
-"""... or whose load is below so many times the mean."""
+"""... or whose load is at most so many times the mean ..."""
+WORTH = 0.005
+"""... if that saves at least this share of the time that it will decode: less is not worth long answers of one group
+clumping on one engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +218,13 @@ class KvRouter:
     # --- choice
 
     def _stays(self, seat: Seat, query: Query) -> bool:
-        """Does a session stay on the engine that has its KV?"""
+        """Does a session stay on the engine that has its KV, without weighing others?"""
         fleet = self._fleet
         if not fleet.open(seat) or seat.engine_id in query.avoid:
             return False
         if seat.kv > PIN_KV_USE * seat.model.kv_tokens:
             return False
-        return not self._crowded(seat)
+        return seat.load <= PIN_SLOTS or seat.load * fleet.serving <= PIN_LOAD * fleet.total_load
 
     def _all_avoided(self, avoid: frozenset[str]) -> bool:
         """Is no engine in service but those?"""
@@ -236,13 +240,48 @@ class KvRouter:
             if engine_id in self._seats:
                 costs[self._seats[engine_id].slot] = np.inf
         if session is not None and session.seat is not None:
-            return fleet.least(costs)
+            return self._for_session(session.seat, costs)
         group = self._memory.group(query.group) if query.group else None
+        saturated = fleet.total_load >= SATURATED_LOAD * fleet.total_slots
         if group is not None:
-            seat = self._beside_siblings(group, costs)
-            if seat is not None:
-                return seat
-        return fleet.least(costs if self._saturated() else fleet.only_fair(costs, self._cap() if query.group else 1))
+            home = self._home(group, costs, plan, query.expected_new_tokens, saturated)
+            if home is not None:
+                return home
+        if not saturated:
+            fleet.only_fair(costs, self._cap(saturated) if query.group else 1)
+        return fleet.least(costs)
+
+    def _home(
+        self, group: Group, costs: np.ndarray, plan: _Plan, expected: int, saturated: bool
+    ) -> Seat | None:
+        """The engine of its group that a new sibling joins, if any; engines that have their share are priced out."""
+        cap = self._cap(saturated)
+        best: Seat | None = None
+        for seat, count in group.spread.items():
+            if seat.gone or costs[seat.slot] == np.inf:
+                continue
+            if count >= cap:
+                costs[seat.slot] += FULL_S
+            elif best is None or costs[seat.slot] < costs[best.slot]:
+                best = seat
+        if best is None or self._crowded(best):
+            return None
+        model = best.model
+        # Without token ids, siblings are taken to share something worth it.
+        saved = plan.cached.get(best.slot, 0) / model.prefill_tokens_per_s if plan.prompt else np.inf
+        return best if saved >= WORTH * expected * model.step_s else None
+
+    def _crowded(self, seat: Seat) -> bool:
+        fleet = self._fleet
+        return seat.load > max(HOME_SLOTS * seat.model.slots, HOME_LOAD * fleet.total_load / fleet.serving)
+
+    def _for_session(self, seat: Seat, costs: np.ndarray) -> Seat | None:
+        """From one queue to another there is nothing to gain: it moves only to an engine that has a slot for it."""
+        fleet = self._fleet
+        best = fleet.least(costs)
+        if best is not None and best.load >= best.model.slots and costs[seat.slot] < np.inf:
+            return seat
+        return best
 
     def _place(self, name: str, seat: Seat) -> None:
         """Count a new session; the first of a group at an engine stands for the siblings that will follow it."""
@@ -259,33 +298,14 @@ class KvRouter:
                 group.promised[other] -= 1
                 break
         started = sum(group.spread.values()) + sum(group.promised.values())
-        follow = max(0, min(self._cap(), self.siblings - started) - 1)
+        saturated = self._fleet.total_load >= SATURATED_LOAD * self._fleet.total_slots
+        follow = max(0, min(self._cap(saturated), self.siblings - started) - 1)
         self._fleet.place(seat, 1 + follow)
         group.promised[seat] += follow
 
-    def _saturated(self) -> bool:
-        return self._fleet.total_load >= SATURATED_LOAD * self._fleet.total_slots
-
-    def _cap(self) -> int:
+    def _cap(self, saturated: bool) -> int:
         """Siblings of a group per engine."""
-        return -(-self.siblings // (SPREAD_WHEN_SATURATED if self._saturated() else 1))
-
-    def _beside_siblings(self, group: Group, costs: np.ndarray) -> Seat | None:
-        """The engine of its group that may take one more sibling; full ones are priced out."""
-        cap = self._cap()
-        best: Seat | None = None
-        for seat, count in group.spread.items():
-            if seat.gone or costs[seat.slot] == np.inf:
-                continue
-            if count >= cap:
-                costs[seat.slot] += FULL_S
-            elif not self._crowded(seat) and (best is None or costs[seat.slot] < costs[best.slot]):
-                best = seat
-        return best
-
-    def _crowded(self, seat: Seat) -> bool:
-        fleet = self._fleet
-        return seat.load > max(HOME_SLOTS * seat.model.slots, HOME_LOAD * fleet.total_load / fleet.serving)
+        return -(-self.siblings // (SPREAD_WHEN_SATURATED if saturated else 1))
 
     def _plan_of(self, query: Query, session: Session | None) -> _Plan:
         if query.tokens is None:

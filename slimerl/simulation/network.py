@@ -4,13 +4,12 @@ Flows in: transfers with their order and dependencies, and the links. Flows out:
 Invariant: a NIC sends one transfer and receives one at a time; none starts before its sender has the data.
 
 The model, stated in full: NICs are full duplex. A transfer runs at the slower of its two NICs, alone on both, for
-bytes / speed * (1 + jitter) + `overhead_s`, jitter drawn uniformly from 0 to `jitter`; what has arrived can be passed on
-`latency_s` later. The switches between the NICs never block. A receiver takes, of what is ready for it and whose sender
-is idle, what comes first in the plan's order (credits, as RDMA carriers have them). Copies to other GPUs of the node
-go over NVLink, beside the NICs, in order of arrival, and count for the end.
+bytes / speed * (1 + jitter) + `overhead_s`, jitter drawn uniformly from 0 to `jitter`; what has arrived can be passed
+on `latency_s` later. The switches between the NICs never block. A receiver takes, of what is ready for it and whose
+sender is idle, what comes first in the plan's order (credits, as RDMA carriers have them).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -39,6 +38,23 @@ class Transfers:
         return len(self.sender)
 
 
+def bounce(transfers: Transfers, nic: int, mates: Array, share: float) -> Transfers:
+    """Let the `mates` of a slow NIC (GPUs of its node) take in all but `share` of what is planned for it, in turn.
+
+    The copies go to the GPU that wants them over NVLink; what is passed on leaves by the mate that took it in.
+    """
+    mine = np.flatnonzero(transfers.receiver == nic)
+    mine = mine[np.argsort(transfers.order[mine], kind="stable")]
+    kept = np.floor(np.arange(1, len(mine) + 1) * share) > np.floor(np.arange(len(mine)) * share)
+    moved = mine[~kept]
+    receiver = transfers.receiver.copy()
+    receiver[moved] = mates[np.arange(len(moved)) % len(mates)]
+    sender = transfers.sender.copy()
+    following = np.flatnonzero(transfers.after >= 0)
+    sender[following] = receiver[transfers.after[following]]
+    return replace(transfers, sender=sender, receiver=receiver)
+
+
 @dataclass(frozen=True)
 class Links:
     """What the transfers run on."""
@@ -49,8 +65,6 @@ class Links:
     overhead_s: float = 5e-6
     jitter: float = 0.0
     """A transfer takes up to this part longer."""
-    node: Array | None = None
-    """[nics], -1 for none: NICs of one node may take in for each other (`late_entry`). None: each for itself."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +73,6 @@ class Outcome:
 
     end_s: FloatArray
     """[transfers]; infinite where it did not end."""
-    receiver: Array
-    """The NIC that took the transfer in: another than planned after a late entry."""
     busy_s: FloatArray = field(repr=False)
     """[2, nics]: time spent sending, and receiving."""
 
@@ -76,7 +88,7 @@ def simulate(transfers: Transfers, links: Links, seed: int = 0, stop_s: float = 
     if np.isinf(stop_s) and np.isinf(run.end).any():
         stuck = int(np.flatnonzero(np.isinf(run.end))[0])
         raise ValueError(f"transfer {stuck} never gets its data: it waits for transfer {transfers.after[stuck]}")
-    return Outcome(np.array(run.end), np.array(run.receiver, dtype=np.int64), np.array([run.sent, run.received]))
+    return Outcome(np.array(run.end), np.array([run.sent, run.received]))
 
 
 class _Run:
@@ -86,7 +98,7 @@ class _Run:
         count, nics = len(transfers), len(links.bytes_per_s)
         self._links = links
         self._sender: list[int] = transfers.sender.tolist()
-        self.receiver: list[int] = transfers.receiver.tolist()
+        self._receiver: list[int] = transfers.receiver.tolist()
         self._nbytes: list[float] = transfers.nbytes.astype(float).tolist()
         self._order: list[int] = transfers.order.tolist()
         spread = np.random.default_rng(seed).random(count) * links.jitter + 1.0
@@ -102,138 +114,60 @@ class _Run:
         self.end = [np.inf] * count
         self.sent, self.received = [0.0] * nics, [0.0] * nics
         self._events: list[tuple[float, int, int]] = []
-        self._late = _LateEntry(transfers, links) if links.node is not None else None
-        for transfer in np.lexsort((transfers.order,)).tolist():
-            if transfers.after[transfer] < 0:
-                self._offer(transfer)
+        for transfer in np.flatnonzero(transfers.after < 0).tolist():
+            self._offer(transfer)
 
     def to(self, stop_s: float) -> None:
         for nic in range(len(self._speed)):
             self._find_for_receiver(nic, 0.0)
         while self._events and self._events[0][0] <= stop_s:
             now, kind, transfer = heappop(self._events)
-            sender, receiver = self._sender[transfer], self.receiver[transfer]
+            sender, receiver = self._sender[transfer], self._receiver[transfer]
             if kind == 0:
                 self.end[transfer] = now
                 self._sending[sender] = self._receiving[receiver] = False
                 for following in self._next.get(transfer, ()):
-                    self._sender[following] = receiver
                     heappush(self._events, (now + self._links.latency_s, 1, following))
                 self._find_for_receiver(receiver, now)
                 self._find_for_sender(sender, now)
             else:
                 self._offer(transfer)
-                if not self._receiving[receiver] or self._late is not None:
+                if not self._receiving[receiver]:
                     self._find_for_sender(sender, now)
 
     def _offer(self, transfer: int) -> None:
         entry = self._order[transfer], transfer
         heappush(self._to_send[self._sender[transfer]], entry)
-        heappush(self._to_receive[self.receiver[transfer]], entry)
+        heappush(self._to_receive[self._receiver[transfer]], entry)
 
     def _find_for_receiver(self, nic: int, now: float) -> None:
-        if self._receiving[nic]:
-            return
-        if self._late is not None:
-            behind = self._late.relieve(nic)
-            if behind is not None and self._take(self._to_receive[behind], now, nic):
-                return
-        self._take(self._to_receive[nic], now, nic)
-
-    def _take(self, waiting: list[tuple[int, int]], now: float, nic: int) -> bool:
-        """Start the first waiting transfer whose sender is idle, into `nic`."""
-        passed = []
-        found = False
-        while waiting and not found:
-            entry = heappop(waiting)
-            if self._started[entry[1]]:
-                continue
-            if self._sending[self._sender[entry[1]]]:
-                passed.append(entry)
-            else:
-                self._start(entry[1], nic, now)
-                found = True
-        for entry in passed:
-            heappush(waiting, entry)
-        return found
+        if not self._receiving[nic]:
+            self._start_first(self._to_receive[nic], self._sending, self._sender, now)
 
     def _find_for_sender(self, nic: int, now: float) -> None:
-        if self._sending[nic]:
-            return
-        waiting, passed = self._to_send[nic], []
+        if not self._sending[nic]:
+            self._start_first(self._to_send[nic], self._receiving, self._receiver, now)
+
+    def _start_first(self, waiting: list[tuple[int, int]], busy: list[bool], other: list[int], now: float) -> None:
+        """Start the first waiting transfer whose `other` NIC is not `busy`."""
+        passed = []
         while waiting:
             entry = heappop(waiting)
             if self._started[entry[1]]:
                 continue
-            receiver = self._open_receiver(entry[1])
-            if receiver is not None:
-                self._start(entry[1], receiver, now)
+            if not busy[other[entry[1]]]:
+                self._start(entry[1], now)
                 break
             passed.append(entry)
         for entry in passed:
             heappush(waiting, entry)
 
-    def _open_receiver(self, transfer: int) -> int | None:
-        planned = self.receiver[transfer]
-        if self._late is not None:
-            return self._late.best(planned, self._receiving)
-        return None if self._receiving[planned] else planned
-
-    def _start(self, transfer: int, receiver: int, now: float) -> None:
-        sender = self._sender[transfer]
+    def _start(self, transfer: int, now: float) -> None:
+        sender, receiver = self._sender[transfer], self._receiver[transfer]
         self._started[transfer] = True
-        if self._late is not None:
-            self._late.done(self.receiver[transfer], receiver, self._nbytes[transfer])
-        self.receiver[transfer] = receiver
         self._sending[sender] = self._receiving[receiver] = True
         speed = min(self._speed[sender], self._speed[receiver])
         seconds = self._nbytes[transfer] / speed * self._stretch[transfer] + self._links.overhead_s
         self.sent[sender] += seconds
         self.received[receiver] += seconds
         heappush(self._events, (now + seconds, 0, transfer))
-
-
-class _LateEntry:
-    """Which NIC of a node takes a transfer in, decided when it starts: a NIC far behind is relieved by the others."""
-
-    PATIENCE = 2.0
-    """Transfers of the largest size by which a NIC must be behind."""
-
-    def __init__(self, transfers: Transfers, links: Links) -> None:
-        assert links.node is not None
-        self._speed: list[float] = links.bytes_per_s.tolist()
-        # What is still to come in decides; it is planned bytes, less what others took.
-        left = np.bincount(transfers.receiver, weights=transfers.nbytes, minlength=len(self._speed))
-        self._left: list[float] = left.tolist()
-        self._node: list[int] = links.node.tolist()
-        self._mates: dict[int, list[int]] = {}
-        for nic, node in enumerate(self._node):
-            if node >= 0:
-                self._mates.setdefault(node, []).append(nic)
-        self._margin = self.PATIENCE * float(transfers.nbytes.max(initial=0)) / float(links.bytes_per_s.max())
-
-    def _behind(self, nic: int) -> float:
-        return self._left[nic] / self._speed[nic]
-
-    def relieve(self, nic: int) -> int | None:
-        """The NIC whose transfers `nic` should take, if one is far behind it."""
-        if self._node[nic] < 0:
-            return None
-        worst = max(self._mates[self._node[nic]], key=self._behind)
-        return worst if self._behind(worst) > self._behind(nic) + self._margin else None
-
-    def best(self, planned: int, receiving: list[bool]) -> int | None:
-        """An idle NIC for a transfer that is planned for `planned`."""
-        if self._node[planned] < 0:
-            return None if receiving[planned] else planned
-        idle = [nic for nic in self._mates[self._node[planned]] if not receiving[nic]]
-        if not idle:
-            return None
-        ahead = min(idle, key=self._behind)
-        if self._behind(planned) > self._behind(ahead) + self._margin:
-            return ahead
-        return None if receiving[planned] else planned
-
-    def done(self, planned: int, taken_by: int, nbytes: float) -> None:
-        """`taken_by` takes in what was planned for `planned`."""
-        self._left[planned] -= nbytes

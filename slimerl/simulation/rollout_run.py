@@ -8,7 +8,7 @@ turns follow one another; every conversation that was fed is finished, also wher
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -17,8 +17,6 @@ from slimerl.rollout.router import Query, Reservation, Router
 from slimerl.samples.messages import EngineInfo
 from slimerl.simulation.rollout_engine import EngineRates, Job, SimulatedEngine
 from slimerl.simulation.rollout_trace import Conversation, Path, Segment, segment_tokens
-
-
 
 
 @dataclass
@@ -91,6 +89,7 @@ class RolloutSimulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ties = count()
         self._wakes: Counter[str] = Counter()
+        self._held: Callable[[], None] | None = None
         self._fresh: deque[Conversation] = deque()
         self._waiting: deque[_Course] = deque()
         self._under_way: dict[str, _Course] = {}
@@ -123,6 +122,11 @@ class RolloutSimulation:
             self.now, _, act = heapq.heappop(self._events)
             act()
 
+    def hold(self, ready: Callable[[], None]) -> None:
+        """Send nothing more, and call `ready` once nothing is under way."""
+        self._held = ready
+        self._if_idle()
+
     def kill(self, engine_id: str) -> None:
         """The engine dies; its requests are sent again elsewhere, what this turn's request generated is lost."""
         engine = self._advanced(engine_id)
@@ -150,7 +154,7 @@ class RolloutSimulation:
 
     def grant(self) -> None:
         """Send what can be sent, oldest first."""
-        while True:
+        while self._held is None:
             while self._fresh and len(self._under_way) < self.policy.in_flight:
                 self._begin(self._fresh.popleft())
             if not self._waiting:
@@ -164,7 +168,7 @@ class RolloutSimulation:
             self._send(course, engine_id, query)
 
     def _begin(self, one: Conversation) -> None:
-        tokens = tuple(token for s in one.opening for token in segment_tokens(s.key, s.length))
+        tokens = tuple(token for s in one.opening for token in segment_tokens(s.key, 0, s.length))
         course = _Course(one, one.opening, tokens)
         self._under_way[one.session] = course
         self.tally.prompt_tokens += len(tokens)
@@ -202,7 +206,7 @@ class RolloutSimulation:
         course.answered += job.answer_tokens
         course.failed_on = frozenset()
         key = one.answer_key(course.turn)
-        course.tokens += segment_tokens(key, course.answered)[course.answered - job.answer_tokens :]
+        course.tokens += segment_tokens(key, course.answered - job.answer_tokens, course.answered)
         if course.answered < one.turns[course.turn].answer:
             self._waiting.appendleft(course)
             return
@@ -220,7 +224,7 @@ class RolloutSimulation:
         observation = course.conversation.turns[course.turn].observation
         if observation is not None:
             course.path = (*course.path, observation)
-            course.tokens += segment_tokens(observation.key, observation.length)
+            course.tokens += segment_tokens(observation.key, 0, observation.length)
         self.tally.prompt_tokens += len(course.tokens)
         self._waiting.appendleft(course)
         self.grant()
@@ -259,7 +263,13 @@ class RolloutSimulation:
         self._advanced(engine.engine_id)
         self._wake(engine.engine_id)
         self._note(engine)
+        self._if_idle()
         self.grant()
+
+    def _if_idle(self) -> None:
+        if self._held is not None and not self.router.running():
+            ready, self._held = self._held, None
+            ready()
 
     def _note(self, engine: SimulatedEngine) -> None:
         running = engine.load - len(engine.queue)
@@ -272,17 +282,3 @@ def end_slot(router: Router, slot: Reservation, generated: int) -> None:
         router.end(slot, generated)
     else:
         router.end(slot)
-
-
-def interleaved(conversations: Sequence[Conversation]) -> list[Conversation]:
-    """Siblings apart from one another."""
-    by_group: dict[str, deque[Conversation]] = {}
-    for one in conversations:
-        by_group.setdefault(one.group, deque()).append(one)
-    ordered = []
-    while by_group:
-        for group in list(by_group):
-            ordered.append(by_group[group].popleft())
-            if not by_group[group]:
-                del by_group[group]
-    return ordered

@@ -7,14 +7,16 @@ that two texts share exactly the segments, by key, that they begin with.
 Invariant: a trace depends on its arguments alone; tokens depend on the segment's key alone.
 """
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-VOCABULARY = 50_000
-_LONGEST = 1 << 15
-"""Tokens made per key; longer segments repeat them."""
+_IDS = list(range(50_000))
+"""The vocabulary."""
+_PIECE = 1024
+"""Tokens that are drawn at once."""
 
 Path = tuple["Segment", ...]
 
@@ -41,6 +43,8 @@ class Conversation:
     group: str
     opening: Path
     turns: tuple[Turn, ...]
+    predicted: float = 0.0
+    """Answer tokens that history foretells: the mean of its prompt's answers of an epoch before."""
 
     @property
     def answer_tokens(self) -> int:
@@ -66,20 +70,7 @@ class Trace:
         return sum(one.answer_tokens for one in self.conversations)
 
     def oracle(self) -> "Oracle":
-        """What one engine with an endless cache that serves everything would have to prefill: the least possible."""
-        seen: dict[str, int] = {}
-        prompt = missing = 0
-        for one in self.conversations:
-            length = 0
-            for number, turn in enumerate(one.turns):
-                new = one.opening if number == 0 else tuple(s for s in (turn.observation,) if s is not None)
-                for segment in new:
-                    missing += max(0, segment.length - seen.get(segment.key, 0))
-                    seen[segment.key] = max(segment.length, seen.get(segment.key, 0))
-                    length += segment.length
-                prompt += length
-                length += turn.answer
-        return Oracle(prompt, missing)
+        return oracle(self.conversations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +83,37 @@ class Oracle:
         return 1.0 - self.missing_tokens / self.prompt_tokens
 
 
-@lru_cache(maxsize=4096)
-def segment_tokens(key: str, length: int) -> tuple[int, ...]:
-    """Token ids of a segment; a longer one of the same key begins with them."""
-    draw = random.Random(key)
-    made = tuple(draw.choices(range(VOCABULARY), k=min(length, _LONGEST)))
-    return (made * (1 + length // _LONGEST))[:length]
+def oracle(conversations: Iterable[Conversation]) -> Oracle:
+    """What one engine with an endless cache that serves everything would have to prefill: the least possible."""
+    seen: dict[str, int] = {}
+    prompt = missing = 0
+    for one in conversations:
+        length = 0
+        for number, turn in enumerate(one.turns):
+            new = one.opening if number == 0 else tuple(s for s in (turn.observation,) if s is not None)
+            for segment in new:
+                before = seen.get(segment.key, 0)
+                missing += max(0, segment.length - before)
+                seen[segment.key] = max(segment.length, before)
+                length += segment.length
+            prompt += length
+            length += turn.answer
+    return Oracle(prompt, missing)
+
+
+def segment_tokens(key: str, start: int, stop: int) -> tuple[int, ...]:
+    """Token ids of a segment, from `start` to `stop`."""
+    tokens: list[int] = []
+    for piece in range(start // _PIECE, -(-stop // _PIECE)):
+        base = piece * _PIECE
+        tokens += _piece(key, piece)[max(start - base, 0) : stop - base]
+    return tuple(tokens)
+
+
+@lru_cache(maxsize=1024)
+def _piece(key: str, number: int) -> list[int]:
+    # From one list, so that equal ids are one object: a trace of millions of tokens would not fit otherwise.
+    return random.Random(f"{key}/{number}").choices(_IDS, k=_PIECE)
 
 
 @dataclass(frozen=True)
@@ -121,7 +137,7 @@ class Lengths:
         own = rng.gauss(0.0, 1.0)
         z = self.group_share**0.5 * of_group + (1.0 - self.group_share) ** 0.5 * own
         # exp(N(m, s)) has the mean exp(m + s^2/2).
-        length = self.mean * 2.718281828459045 ** (self.spread * z - self.spread**2 / 2)
+        length = self.mean * math.exp(self.spread * z - self.spread**2 / 2)
         return min(self.most, max(1, round(length)))
 
 
@@ -161,16 +177,19 @@ def _draw_group(shape: Shape, name: str, siblings: int, rng: random.Random) -> l
     opening = (Segment(f"{name}/prompt", shape.prompt.draw(rng, of_group)),)
     if shape.system:
         opening = (Segment(f"{shape.name}/system", shape.system), *opening)
-    group = []
-    for sibling in range(siblings):
-        session = f"{name}.{sibling}"
-        turns = []
-        for number in range(shape.turns):
-            length = shape.observation.draw(rng, of_group) if number else 0
-            observation = Segment(f"{session}/o{number}", length) if number else None
-            turns.append(Turn(observation, shape.answer.draw(rng, of_group)))
-        group.append(Conversation(session, name, opening, tuple(turns)))
-    return group
+    turns = [_draw_turns(shape, f"{name}.{sibling}", of_group, rng) for sibling in range(siblings)]
+    before = [_draw_turns(shape, "", of_group, rng) for _ in range(shape.siblings)]
+    predicted = sum(turn.answer for one in before for turn in one) / len(before)
+    return [Conversation(f"{name}.{n}", name, opening, one, predicted) for n, one in enumerate(turns)]
+
+
+def _draw_turns(shape: Shape, session: str, of_group: float, rng: random.Random) -> tuple[Turn, ...]:
+    turns = []
+    for number in range(shape.turns):
+        length = shape.observation.draw(rng, of_group) if number else 0
+        observation = Segment(f"{session}/o{number}", length) if number else None
+        turns.append(Turn(observation, shape.answer.draw(rng, of_group)))
+    return tuple(turns)
 
 
 def _interleaved(groups: Sequence[list[Conversation]]) -> list[Conversation]:

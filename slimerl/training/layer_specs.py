@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -16,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slimerl.training.attention import SdpaAttention
 from slimerl.training.capabilities import Capabilities
+from slimerl.training.matmul import CpuColumnParallelLinear, CpuRowParallelLinear
 
 
 def build_spec(config: TransformerConfig, capabilities: Capabilities, virtual_stage: int | None = None) -> Any:
@@ -44,7 +46,12 @@ class PortableNorm:
         return norm
 
 
-PORTABLE: dict[type, type] = {WrappedTorchNorm: PortableNorm, DotProductAttention: SdpaAttention}
+PORTABLE: dict[type, type] = {
+    WrappedTorchNorm: PortableNorm,
+    DotProductAttention: SdpaAttention,
+    ColumnParallelLinear: CpuColumnParallelLinear,
+    RowParallelLinear: CpuRowParallelLinear,
+}
 
 
 def with_portable_modules(spec: Any) -> Any:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+
+from slimerl.training.matmul import product
 
 CHUNK_BYTES = 256 * 2**20
 """Logits computed at once (fp32). Smaller chunks multiply thin matrices and add up the weight's gradient more often."""
@@ -90,11 +91,8 @@ class _TokenLogprobs(torch.autograd.Function):
             logits = within.add_(share[rows, None]).exp_().mul_(-grad[rows, None])
             logits.scatter_add_(1, local[rows, None], (grad[rows] * here[rows])[:, None])
             logits = logits.to(weight.dtype)
-            torch.matmul(logits, weight, out=grad_hidden[rows])
-            if weight.dtype == torch.float32:
-                grad_weight.addmm_(logits.t(), hidden[rows])
-            else:
-                grad_weight.add_(logits.t() @ hidden[rows])
+            grad_hidden[rows] = product(logits, weight.t())
+            grad_weight += product(logits.t(), hidden[rows].t())
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
@@ -107,7 +105,7 @@ def _local_log_softmax(
     hidden: torch.Tensor, weight: torch.Tensor, temperature: float, shard: VocabularyShard
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-softmax within this rank's rows, and the log-normaliser of these rows: [positions, rows], [positions]."""
-    logits = F.linear(hidden, weight).float()
+    logits = product(hidden, weight).float()
     if temperature != 1.0:
         logits /= temperature
     padding = shard.first + weight.shape[0] - shard.size

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from slimerl.resharding.families import family_of
+from slimerl.resharding.assemble import scatter
+from slimerl.resharding.families import Form, family_of
+from slimerl.resharding.families.family import PLAIN
 from slimerl.resharding.layouts import MegatronLayout
+from slimerl.resharding.tensors import Placement
 
 State = dict[str, torch.Tensor]
 LAYER_NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -58,20 +61,50 @@ def moe_configs(draw: st.DrawFn, tensor: int = 1, expert_tensor: int = 1, expert
     }
 
 
-def random_state(config: dict[str, Any]) -> State:
+def random_state(config: dict[str, Any], form: Form = PLAIN) -> State:
     """A checkpoint whose elements all differ (in bf16, any 65,536 in a row), so that no two places can be confused."""
     state, count = {}, 1
-    for tensor in family_of(config).logical_tensors(config):
+    for tensor in family_of(config).logical_tensors(config, form=form):
         wide = torch.arange(count, count + tensor.numel, dtype=torch.int32)
-        integer = {2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
+        integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
         state[tensor.name] = wide.to(integer).view(tensor.dtype).view(tensor.shape)
         count += tensor.numel
     return state
 
 
+def empty_parameters(placements: list[Placement], dtypes: dict[str, torch.dtype]) -> State:
+    """The parameters that the placements name, all bits set; `dtypes` of the logical tensors."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtype_of: dict[str, torch.dtype] = {}
+    for placement in placements:
+        seen = shapes.get(placement.parameter, placement.at.stops)
+        shapes[placement.parameter] = tuple(map(max, seen, placement.at.stops))
+        if not placement.is_padding:
+            dtype_of[placement.parameter] = dtypes[placement.tensor]
+    some = next(iter(dtypes.values()))
+    parameters = {name: torch.empty(shape, dtype=dtype_of.get(name, some)) for name, shape in shapes.items()}
+    for tensor in parameters.values():
+        tensor.view(torch.uint8).fill_(0xFF)
+    return parameters
+
+
+def filled(placements: list[Placement], state: State) -> State:
+    """A rank's parameters, as `scatter` fills them from a checkpoint."""
+    parameters = empty_parameters(placements, {name: tensor.dtype for name, tensor in state.items()})
+    scatter(placements, state, parameters)
+    return parameters
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes, so that NaNs compare equal to themselves and -0 differs from 0."""
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def assert_same(found: State, expected: State) -> None:
+    """The same names, shapes, dtypes and bits."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    differing = [name for name in expected if not same_bits(found[name], expected[name])]
+    assert not differing
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

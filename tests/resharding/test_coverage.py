@@ -146,7 +146,7 @@ def test_a_layout_that_does_not_fit_says_why(make, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "lama"}, r"'lama' has no table; known: llama, .*qwen3"),
+        ({"model_type": "lama"}, r"'lama' has no table; known: deepseek_v3, .*llama, .*qwen3"),
         ({"model_type": None}, "None has no table"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, not None"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers must be a positive integer, not '2'"),

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from resharding_models import (
-    State,
+    assert_same,
     dense_configs,
+    empty_parameters,
     engine_reference,
+    filled,
     megatron_reference,
     moe_configs,
     random_state,
@@ -22,29 +24,8 @@ from slimerl.resharding.assemble import collect, scatter
 from slimerl.resharding.coverage import owned_placements
 from slimerl.resharding.families import family_of
 from slimerl.resharding.layouts import EngineLayout, MegatronLayout, ModuleNames
-from slimerl.resharding.tensors import Placement
 
 EXAMPLES = settings(max_examples=120, deadline=None, derandomize=True)
-
-
-def empty_parameters(placements: list[Placement], dtype: torch.dtype) -> State:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for placement in placements:
-        seen = shapes.get(placement.parameter, placement.at.stops)
-        shapes[placement.parameter] = tuple(map(max, seen, placement.at.stops))
-    return {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in shapes.items()}
-
-
-def filled(placements: list[Placement], state: State) -> State:
-    parameters = empty_parameters(placements, next(iter(state.values())).dtype)
-    scatter(placements, state, parameters)
-    return parameters
-
-
-def assert_same(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    differing = [name for name in expected if not same_bits(found[name], expected[name])]
-    assert not differing
 
 
 @st.composite
@@ -235,7 +216,7 @@ def test_a_dtype_is_converted_only_where_that_is_asked_for():
     config = small_config(dtype="bfloat16")
     family, state = family_of(config), random_state(config)
     placements = family.megatron_placements(config, MegatronLayout(), 0)
-    parameters = empty_parameters(placements, torch.float32)
+    parameters = empty_parameters(placements, dict.fromkeys(state, torch.float32))
     with pytest.raises(TypeError, match=r"bfloat16.*float32.*cast=True"):
         scatter(placements, state, parameters)
     scatter(placements, state, parameters, cast=True)

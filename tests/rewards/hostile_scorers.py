@@ -2,12 +2,9 @@
 
 import os
 import subprocess
-import sys
 import time
 
 from slimerl.rewards.outcome import Failed, Outcome, RewardRequest, Scored, Unparsable
-
-SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
 def score(request: RewardRequest) -> Outcome:
@@ -97,10 +94,10 @@ def forks_and_hangs(marker: str) -> Outcome:
 
 
 def _leave_behind(marker: str) -> None:
-    subprocess.Popen([*SLEEPER, marker], start_new_session=True)
-    # And one whose parent ends at once, so that only a subreaper still knows it.
-    middle = f"import subprocess; subprocess.Popen({[*SLEEPER, marker]!r}, start_new_session=True)"
-    subprocess.run([sys.executable, "-c", middle], check=True)
+    """A child in a session of its own, and one whose parent ends at once, so that only a subreaper still knows it."""
+    sleeper = f"exec -a {marker} sleep 600"
+    subprocess.Popen(["bash", "-c", sleeper], start_new_session=True)
+    subprocess.run(["bash", "-c", f"setsid bash -c '{sleeper}' &"], check=True)
 
 
 def naps(seconds: str) -> Outcome:

@@ -111,7 +111,7 @@ def test_r1_processes_that_a_scorer_leaves_behind_are_killed(behaviour, tmp_path
     marker = f"{tmp_path}-{behaviour}"
 
     async def scene() -> tuple[Outcome, int]:
-        async with pool(timeout_s=3.0) as workers:
+        async with pool(timeout_s=30.0 if behaviour == "forks" else 3.0) as workers:
             outcome = await workers.score(request(behaviour, marker))
             assert await workers.score(request("right")) == Scored(1.0, True)
             return outcome, workers.replaced
@@ -201,15 +201,18 @@ def test_requests_waiting_when_the_pool_closes_are_answered():
 
 
 def test_a5_workers_end_with_the_process_that_started_them():
-    """Fault: SIGKILL to the owner, which leaves it no time to clean up."""
+    """Fault: SIGKILL to the owner, which leaves it no time to clean up, while its workers are busy for ever."""
     program = (
         "import asyncio\n"
+        "from slimerl.rewards.outcome import RewardRequest\n"
         "from slimerl.rewards.pool import WorkerPool\n"
         "async def main():\n"
-        f"    pool = WorkerPool(2, 5.0, scorer={HOSTILE!r})\n"
+        f"    pool = WorkerPool(2, 600.0, scorer={HOSTILE!r})\n"
         "    await pool.start()\n"
+        "    busy = [asyncio.ensure_future(pool.score(RewardRequest('s', 'deaf', ''))) for _ in range(2)]\n"
+        "    await asyncio.sleep(0.1)\n"
         "    print(*pool.pids(), flush=True)\n"
-        "    await asyncio.sleep(600)\n"
+        "    await asyncio.gather(*busy)\n"
         "asyncio.run(main())\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -217,7 +220,12 @@ def test_a5_workers_end_with_the_process_that_started_them():
     assert len(pids) == 2
     owner.send_signal(signal.SIGKILL)
     owner.wait(10)
-    Deadline("workers to end with their owner", 10).wait_until(lambda: not any(map(alive, pids)), poll_s=0.02)
+    try:
+        Deadline("workers to end with their owner", 10).wait_until(lambda: not any(map(alive, pids)), poll_s=0.02)
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def alive(pid: int) -> bool:

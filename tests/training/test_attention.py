@@ -19,6 +19,23 @@ def test_each_sequence_is_in_one_group_and_no_group_is_padded_beyond_the_limit(l
         assert padded - real <= MAX_PADDED_SHARE * padded
 
 
+def test_plain_attention_equals_torchs():
+    import torch.nn.functional as F
+
+    from slimerl.training.attention import plain_attention
+
+    random = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 6, 11, 8, generator=random, requires_grad=True)
+    key, value = (torch.randn(3, 2, 11, 8, generator=random, requires_grad=True) for _ in range(2))
+    upstream = torch.randn(3, 6, 11, 8, generator=random)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    found = plain_attention(query, key, value)
+    assert torch.allclose(found, expected, atol=1e-6)
+    wanted = torch.autograd.grad(expected, (query, key, value), upstream)
+    got = torch.autograd.grad(found, (query, key, value), upstream)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, wanted, strict=True))
+
+
 def test_packed_attention_equals_one_sequence_at_a_time():
     import torch.nn.functional as F
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -8,8 +8,10 @@ Lifecycle of one use: `fill` (tag taken off, tensors copied, tag put on) → rea
 before the first and after the last byte is read. Layout: `HEADER_BYTES` with the tag, then the tensors, each aligned.
 """
 
+import gc
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict
 
@@ -75,8 +77,6 @@ class SharedBucket:
     def _resize(self, nbytes: int) -> None:
         self._nbytes = HEADER_BYTES + _aligned(nbytes)
         os.ftruncate(self._file, self._nbytes)
-        if self._map is not None:
-            self._map.close()
         self._map = mmap.mmap(self._file, self._nbytes)
 
     @property
@@ -112,14 +112,12 @@ class SharedBucket:
             _view(memory, entry).copy_(tensor.detach())
             entries.append(entry)
             offset += _aligned(tensor.nbytes)
-        del memory  # a map that tensors still point into cannot be closed
         self._map[:HEADER_BYTES] = tag.ljust(HEADER_BYTES, b"\0")
         return entries
 
     def close(self) -> None:
         """Readers that have it open keep it; nobody else can open it any more."""
         if self._map is not None:
-            self._map.close()
             self._map = None
             os.close(self._file)
 
@@ -134,11 +132,15 @@ def read_bucket(
     """
     memory_map = _map(address)
     _check_tag(memory_map, tag, "before it was read")
-    try:
-        reader(_views(memory_map, entries))
-        _check_tag(memory_map, tag, "while it was read")
-    finally:
-        _unmap(memory_map)
+    reader(_views(memory_map, entries))
+    _check_tag(memory_map, tag, "while it was read")
+    # A tensor keeps the map that it points into alive; closing the map would pull the memory from under it.
+    alive = weakref.ref(memory_map)
+    del memory_map
+    if alive() is not None and gc.collect() >= 0 and alive() is not None:
+        raise BucketError(
+            "the engine kept a reference into the shared bucket instead of copying: its weights would change with it"
+        )
 
 
 def _map(address: Address) -> mmap.mmap:
@@ -179,15 +181,6 @@ def _view(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
 def _check_tag(memory_map: mmap.mmap, tag: bytes, when: str) -> None:
     if memory_map[:HEADER_BYTES] != tag.ljust(HEADER_BYTES, b"\0"):
         raise BucketError(f"the sender reused its bucket {when}; the weights in it are not what was announced")
-
-
-def _unmap(memory_map: mmap.mmap) -> None:
-    try:
-        memory_map.close()
-    except BufferError:
-        raise BucketError(
-            "the engine kept a reference into the shared bucket instead of copying: its weights would change with it"
-        ) from None
 
 
 def _aligned(nbytes: int) -> int:

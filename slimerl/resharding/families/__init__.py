@@ -7,15 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from slimerl.resharding.families.blocks import ConfigError
-from slimerl.resharding.families.family import Family, model_dtype
+from slimerl.resharding.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from slimerl.resharding.families.family import Family, Form, model_dtype
+from slimerl.resharding.families.glm4_moe import GLM4_MOE
 from slimerl.resharding.families.llama import LLAMA
 from slimerl.resharding.families.qwen2 import QWEN2
 from slimerl.resharding.families.qwen3 import QWEN3
 from slimerl.resharding.families.qwen3_moe import QWEN3_MOE
+from slimerl.resharding.families.scales import BlockScales
 
-FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
+_ALL = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, KIMI_K2)
+FAMILIES = {family.model_type: family for family in _ALL}
 
-__all__ = ["FAMILIES", "ConfigError", "Family", "family_of", "model_dtype"]
+__all__ = ["FAMILIES", "BlockScales", "ConfigError", "Family", "Form", "family_of", "model_dtype"]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

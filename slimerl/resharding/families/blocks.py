@@ -7,17 +7,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slimerl.resharding.families.cuts import COLUMNS, ROWS, HeadsByKind, QueryGroups, Vocabulary
+import torch
+
+from slimerl.resharding.families.cuts import COLUMNS, ROWS, Cut, HeadsByKind, QueryGroups, Vocabulary
 from slimerl.resharding.families.table import Block, Rule, Weight
 from slimerl.resharding.layouts import Axis
 
-LAYER = "model.layers.{layer}."
-MCORE_LAYER = "decoder.layers.{layer}."
 EMBEDDING = "model.embed_tokens.weight"
 
 
 class ConfigError(ValueError):
     """A model configuration lacks something, or asks for something that a table does not have."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a layer hangs: what stands before the names of its modules, on each side."""
+
+    checkpoint: str
+    megatron: str
+    engine: str
+
+
+DECODER = Site("model.layers.{layer}.", "decoder.layers.{layer}.", "model.layers.{layer}.")
 
 
 @dataclass(frozen=True)
@@ -34,13 +46,14 @@ class Dimensions:
     tied: bool
 
 
-def read_integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer of `config`; `default` where it is absent or null. Raises ConfigError naming the key."""
+def read_integer(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+    """An integer of `config`, at least `least`; `default` where it is absent or null. Raises ConfigError."""
     value = config.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json: {key} must be a positive integer, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ConfigError(f"config.json: {key} must be {kind}, not {value!r}")
     return value
 
 
@@ -78,19 +91,31 @@ def embedding(size: Dimensions) -> Block:
     )
 
 
-def replicated(name: str, shape: tuple[int, ...], megatron: str, transformer_engine: str | None = None) -> Block:
-    """A weight that every rank holds whole (norms, routers); SGLang keeps the checkpoint's name."""
+def replicated(
+    name: str,
+    shape: tuple[int, ...],
+    megatron: str,
+    transformer_engine: str | None = None,
+    engine: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Block:
+    """A weight that every rank holds whole (norms, routers); `engine`: SGLang's name if not the checkpoint's."""
     return Block(
-        weights=(Weight(name, shape),),
+        weights=(Weight(name, shape, dtype),),
         megatron=(Rule(megatron, (name,), ROWS, Axis.NONE, transformer_engine),),
-        engine=(Rule(name, (name,), ROWS, Axis.NONE),),
+        engine=(Rule(engine or name, (name,), ROWS, Axis.NONE),),
     )
 
 
 def head(size: Dimensions) -> Block:
     """Final norm and output layer. Tied: no weight of its own; the owner is the embedding, and the last pipeline
     stage, where it is not the first, has a copy."""
-    final = replicated("model.norm.weight", (size.hidden,), "decoder.final_layernorm.weight")
+    norm = "model.norm.weight"
+    final = Block(
+        weights=(Weight(norm, (size.hidden,)),),
+        megatron=(Rule("decoder.final_layernorm.weight", (norm,), ROWS, Axis.NONE, after_layers=True),),
+        engine=(Rule(norm, (norm,), ROWS, Axis.NONE),),
+    )
     if size.tied:
         copy = Rule("output_layer.weight", (EMBEDDING,), Vocabulary(), Axis.HEAD, only_apart=True)
         return final + Block(megatron=(copy,))
@@ -102,100 +127,83 @@ def head(size: Dimensions) -> Block:
     )
 
 
-def attention(size: Dimensions, qkv_bias: bool = False, qk_norm: bool = False) -> Block:
+def linear(
+    names: tuple[str, str, str], shape: tuple[int, int], cut: Cut, axis: Axis, engine_axis: Axis | None = None
+) -> Block:
+    """One matrix that is a parameter of its own on both sides; `names` in checkpoint, Megatron, engine."""
+    checkpoint, megatron, engine = names
+    return Block(
+        weights=(Weight(checkpoint, shape, quantised=True),),
+        megatron=(Rule(megatron, (checkpoint,), cut, axis),),
+        engine=(Rule(engine, (checkpoint,), cut, engine_axis or axis),),
+    )
+
+
+def attention(size: Dimensions, qkv_bias: bool = False, qk_norm: bool = False, site: Site = DECODER) -> Block:
     """Input norm and grouped-query attention: q, k, v fused on both sides, each in its own order."""
-    here, core = f"{LAYER}self_attn.", f"{MCORE_LAYER}self_attention."
+    here, core, there = f"{site.checkpoint}self_attn.", f"{site.megatron}self_attention.", f"{site.engine}self_attn."
     rows = {"q": size.heads * size.head_dim, "k": size.kv_heads * size.head_dim, "v": size.kv_heads * size.head_dim}
     groups = QueryGroups(size.heads, size.kv_heads)
     by_kind = HeadsByKind(size.heads, size.kv_heads)
-    block = replicated(
-        f"{LAYER}input_layernorm.weight",
-        (size.hidden,),
-        f"{MCORE_LAYER}input_layernorm.weight",
-        f"{core}linear_qkv.layer_norm_weight",
-    )
+    block = input_norm(size.hidden, site, fused=True)
     for kind in ("weight", "bias") if qkv_bias else ("weight",):
         names = tuple(f"{here}{letter}_proj.{kind}" for letter in rows)
         columns = (size.hidden,) if kind == "weight" else ()
         block += Block(
-            weights=tuple(Weight(name, (count, *columns)) for name, count in zip(names, rows.values(), strict=True)),
+            weights=tuple(
+                Weight(name, (count, *columns), quantised=kind == "weight")
+                for name, count in zip(names, rows.values(), strict=True)
+            ),
             megatron=(Rule(f"{core}linear_qkv.{kind}", names, groups, Axis.ATTENTION),),
-            engine=(Rule(f"{here}qkv_proj.{kind}", names, by_kind, Axis.ATTENTION),),
+            engine=(Rule(f"{there}qkv_proj.{kind}", names, by_kind, Axis.ATTENTION),),
         )
-    output = f"{here}o_proj.weight"
-    block += Block(
-        weights=(Weight(output, (size.hidden, rows["q"])),),
-        megatron=(Rule(f"{core}linear_proj.weight", (output,), COLUMNS, Axis.ATTENTION),),
-        engine=(Rule(output, (output,), COLUMNS, Axis.ATTENTION),),
-    )
+    output = (f"{here}o_proj.weight", f"{core}linear_proj.weight", f"{there}o_proj.weight")
+    block += linear(output, (size.hidden, rows["q"]), COLUMNS, Axis.ATTENTION)
     if qk_norm:
         for letter in ("q", "k"):
-            block += replicated(f"{here}{letter}_norm.weight", (size.head_dim,), f"{core}{letter}_layernorm.weight")
+            name = f"{letter}_norm.weight"
+            block += replicated(here + name, (size.head_dim,), f"{core}{letter}_layernorm.weight", engine=there + name)
     return block
 
 
-def post_attention_norm(size: Dimensions, dense: bool) -> Block:
-    """The norm before the MLP; Transformer Engine fuses it with a dense MLP, not with experts."""
+def input_norm(hidden: int, site: Site, fused: bool) -> Block:
+    """The norm before attention; `fused`: Transformer Engine makes it a part of linear_qkv."""
+    name = "input_layernorm.weight"
     return replicated(
-        f"{LAYER}post_attention_layernorm.weight",
-        (size.hidden,),
-        f"{MCORE_LAYER}pre_mlp_layernorm.weight",
-        f"{MCORE_LAYER}mlp.linear_fc1.layer_norm_weight" if dense else None,
+        site.checkpoint + name,
+        (hidden,),
+        site.megatron + name,
+        f"{site.megatron}self_attention.linear_qkv.layer_norm_weight" if fused else None,
+        site.engine + name,
     )
 
 
-def gated_mlp(hidden: int, intermediate: int, here: str = "mlp.", core: str = "mlp.") -> Block:
+def post_attention_norm(size: Dimensions, dense: bool, site: Site = DECODER) -> Block:
+    """The norm before the MLP; Transformer Engine fuses it with a dense MLP, not with experts."""
+    name = "post_attention_layernorm.weight"
+    return replicated(
+        site.checkpoint + name,
+        (size.hidden,),
+        f"{site.megatron}pre_mlp_layernorm.weight",
+        f"{site.megatron}mlp.linear_fc1.layer_norm_weight" if dense else None,
+        site.engine + name,
+    )
+
+
+def gated_mlp(hidden: int, intermediate: int, site: Site = DECODER) -> Block:
     """Gated MLP without biases: [gate; up] of the rank's part on both sides."""
-    gate, up, down = (f"{LAYER}{here}{kind}_proj.weight" for kind in ("gate", "up", "down"))
+    here, core, there = f"{site.checkpoint}mlp.", f"{site.megatron}mlp.", f"{site.engine}mlp."
+    gate, up = f"{here}gate_proj.weight", f"{here}up_proj.weight"
     return Block(
         weights=(
-            Weight(gate, (intermediate, hidden)),
-            Weight(up, (intermediate, hidden)),
-            Weight(down, (hidden, intermediate)),
+            Weight(gate, (intermediate, hidden), quantised=True),
+            Weight(up, (intermediate, hidden), quantised=True),
         ),
-        megatron=(
-            Rule(f"{MCORE_LAYER}{core}linear_fc1.weight", (gate, up), ROWS, Axis.DENSE),
-            Rule(f"{MCORE_LAYER}{core}linear_fc2.weight", (down,), COLUMNS, Axis.DENSE),
-        ),
-        engine=(
-            Rule(f"{LAYER}{here}gate_up_proj.weight", (gate, up), ROWS, Axis.DENSE),
-            Rule(down, (down,), COLUMNS, Axis.DENSE),
-        ),
-    )
-
-
-def routed_experts(size: Dimensions, experts: int, intermediate: int) -> Block:
-    """Router and gated experts. SGLang stacks the rank's experts: w13 is [gate; up] of each, w2 its down-projection."""
-    here, core = f"{LAYER}mlp.", f"{MCORE_LAYER}mlp."
-    gate, up, down = (f"{here}experts.{{expert}}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
-    local = f"{core}experts.local_experts.{{expert}}."
-    grouped = f"{core}experts."
-    return replicated(f"{here}gate.weight", (experts, size.hidden), f"{core}router.weight") + Block(
-        weights=(
-            Weight(gate, (intermediate, size.hidden), experts=experts),
-            Weight(up, (intermediate, size.hidden), experts=experts),
-            Weight(down, (size.hidden, intermediate), experts=experts),
-        ),
-        megatron=(
-            Rule(
-                f"{local}linear_fc1.weight",
-                (gate, up),
-                ROWS,
-                Axis.EXPERT,
-                f"{grouped}linear_fc1.weight{{expert}}",
-                experts=experts,
-            ),
-            Rule(
-                f"{local}linear_fc2.weight",
-                (down,),
-                COLUMNS,
-                Axis.EXPERT,
-                f"{grouped}linear_fc2.weight{{expert}}",
-                experts=experts,
-            ),
-        ),
-        engine=(
-            Rule(f"{here}experts.w13_weight", (gate, up), ROWS, Axis.EXPERT, experts=experts, stacked=True),
-            Rule(f"{here}experts.w2_weight", (down,), COLUMNS, Axis.EXPERT, experts=experts, stacked=True),
-        ),
+        megatron=(Rule(f"{core}linear_fc1.weight", (gate, up), ROWS, Axis.DENSE),),
+        engine=(Rule(f"{there}gate_up_proj.weight", (gate, up), ROWS, Axis.DENSE),),
+    ) + linear(
+        (f"{here}down_proj.weight", f"{core}linear_fc2.weight", f"{there}down_proj.weight"),
+        (hidden, intermediate),
+        COLUMNS,
+        Axis.DENSE,
     )

@@ -67,6 +67,15 @@ COLUMNS = Even(1)
 
 
 @dataclass(frozen=True)
+class GateUp:
+    """SGLang's w13 of one expert: the rank's part of the gate, that of the up-projection below it, or above."""
+
+    def shard(self, sources: Sequence[LogicalTensor], part: Part, layout: Layout) -> Shard:
+        ordered = reversed(sources) if layout.up_first else sources
+        return _stack(_part_of(source, 0, part) for source in ordered)
+
+
+@dataclass(frozen=True)
 class Vocabulary:
     """Rows of one source, padded by the layout so that they come out even; the padding follows the last token."""
 

@@ -5,16 +5,16 @@ Invariant: a rank's placements tile every parameter that it names.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from slimerl.resharding.boxes import Box
 from slimerl.resharding.families.blocks import EMBEDDING, ConfigError
-from slimerl.resharding.families.cuts import Shard
+from slimerl.resharding.families.scales import BlockScales, scale_name, with_scales
+from slimerl.resharding.families.spelling import Speller
 from slimerl.resharding.families.table import Block, Rule, Table, Weight
-from slimerl.resharding.layouts import EngineLayout, Layout, MegatronLayout, ModuleNames
+from slimerl.resharding.layouts import EngineLayout, MegatronLayout, ModuleNames
 from slimerl.resharding.tensors import LogicalTensor, Placement
 
 Config = Mapping[str, Any]
@@ -30,107 +30,112 @@ def model_dtype(config: Config) -> torch.dtype:
 
 
 @dataclass(frozen=True)
+class Form:
+    """Which tensors of a model are meant, and how they are stored: the same table as one program sees it."""
+
+    prediction: bool = False
+    """With the multi-token-prediction layer: a trainer that has one, a checkpoint, an engine with a draft model."""
+    scales: BlockScales | None = None
+    """Quantised, as the engine and its checkpoint hold it; a trainer has no scales."""
+
+    def of(self, table: Table) -> Table:
+        """The table without what this form leaves out."""
+        if not self.prediction:
+            table = replace(table, prediction=None)
+        return table if self.scales is None else with_scales(table, self.scales)
+
+
+PLAIN = Form()
+
+
+@dataclass(frozen=True)
 class Family:
     """All models of one `model_type`; `table(config)` is the only place that knows their layout."""
 
     model_type: str
     table: Callable[[Config], Table]
 
-    def logical_tensors(self, config: Config, dtype: torch.dtype | None = None) -> list[LogicalTensor]:
+    def logical_tensors(
+        self, config: Config, dtype: torch.dtype | None = None, form: Form = PLAIN
+    ) -> list[LogicalTensor]:
         """All tensors of the checkpoint in its order, in the dtype of the config or, where given, `dtype`.
 
-        Weights with a dtype of their own (router biases) keep it. Raises ConfigError.
+        Weights with a dtype of their own (router biases, quantised matrices and their scales) keep it.
+        Raises ConfigError.
         """
-        table = self.table(config)
         dtype = model_dtype(config) if dtype is None else dtype
         found: list[LogicalTensor] = []
-        for layer, block in _blocks(table):
-            found += [tensor for weight in block.weights for tensor in _expand(weight, layer, dtype)]
+        for layer, block in _blocks(form.of(self.table(config))):
+            for weight in block.weights:
+                shape, stored = weight.shape, weight.dtype or dtype
+                found += [LogicalTensor(name, shape, stored) for name in _names(weight, layer)]
         return found
 
-    def fused_groups(self, config: Config) -> list[tuple[str, ...]]:
-        """Names that must travel together, because the engine holds them in one parameter: q|k|v, gate|up."""
+    def fused_groups(self, config: Config, form: Form = PLAIN) -> list[tuple[str, ...]]:
+        """Names that must travel together, because the engine holds them in one parameter (q|k|v, gate|up) or cannot
+        use one without the other (data and scale)."""
         groups = []
-        for layer, block in _blocks(self.table(config)):
+        for layer, block in _blocks(form.of(self.table(config))):
+            scaled = {scale_name(weight.name) for weight in block.weights} & {weight.name for weight in block.weights}
             for rule in block.engine:
-                if len(rule.sources) > 1:
-                    groups += [
-                        tuple(name.format(layer=layer, expert=expert) for name in rule.sources)
-                        for expert in range(rule.experts or 1)
-                    ]
+                sources = [name for name in rule.sources if name not in scaled]
+                sources += [scale_name(name) for name in sources if scale_name(name) in scaled]
+                if len(sources) > 1:
+                    experts = range(1 if rule.experts == 0 else rule.experts)
+                    groups += [tuple(name.format(layer=layer, expert=each) for name in sources) for each in experts]
         return groups
 
     def aliases(self, config: Config) -> dict[str, str]:
-        """Names that some checkpoints carry as a second copy of another tensor: a tied head."""
-        tied = not any(weight.name == "lm_head.weight" for weight in self.table(config).last.weights)
-        return {"lm_head.weight": EMBEDDING} if tied else {}
+        """Names that some checkpoints carry as a second copy of another tensor: a tied head, what multi-token
+        prediction shares with the model."""
+        table = self.table(config)
+        tied = not any(weight.name == "lm_head.weight" for weight in table.last.weights)
+        return ({"lm_head.weight": EMBEDDING} if tied else {}) | dict(table.aliases)
 
-    def megatron_placements(self, config: Config, layout: MegatronLayout, rank: int) -> list[Placement]:
-        """Placements in the parameters of Megatron's global rank `rank`, named as in GPTModel.named_parameters().
+    def unused_tensors(self, config: Config, form: Form = PLAIN) -> set[str]:
+        """Names that the model's checkpoints have, and `form` has not: the prediction layer of a program without."""
+        every = {tensor.name for tensor in self.logical_tensors(config, form=replace(form, prediction=True))}
+        return every - {tensor.name for tensor in self.logical_tensors(config, form=form)}
+
+    def megatron_placements(
+        self, config: Config, layout: MegatronLayout, rank: int, form: Form = PLAIN
+    ) -> list[Placement]:
+        """Placements in the parameters of Megatron's global rank `rank`, named as in GPTModel.state_dict(): its
+        parameters and persistent buffers (a router's `expert_bias`), but no `_extra_state`.
 
         Raises:
             ConfigError: the table does not have what the config asks for.
             LayoutError: the model cannot be cut like that.
         """
+        table = replace(form, scales=None).of(self.table(config))
         te_names = layout.names == ModuleNames.TRANSFORMER_ENGINE
-        return _placements(self.table(config), layout, rank, lambda block: block.megatron, te_names)
+        return Speller(layout, rank, lambda block: _named(block.megatron, te_names)).placements(table)
 
-    def engine_placements(self, config: Config, layout: EngineLayout, rank: int) -> list[Placement]:
-        """Placements in the parameters of rank `rank` of one SGLang server. Raises as `megatron_placements`."""
-        return _placements(self.table(config), layout, rank, lambda block: block.engine, False)
+    def engine_placements(self, config: Config, layout: EngineLayout, rank: int, form: Form = PLAIN) -> list[Placement]:
+        """Placements in the parameters of rank `rank` of one SGLang server, named as in its model's
+        named_parameters(); those of a draft model start with `table.DRAFT`, and its embedding and head, which are
+        the model's own tensors, are left out. Raises as `megatron_placements`.
+        """
+        return Speller(layout, rank, lambda block: block.engine).placements(form.of(self.table(config)))
+
+
+def _named(rules: Sequence[Rule], te_names: bool) -> Sequence[Rule]:
+    if not te_names:
+        return rules
+    return [
+        rule if rule.transformer_engine is None else replace(rule, parameter=rule.transformer_engine) for rule in rules
+    ]
 
 
 def _blocks(table: Table) -> Iterator[tuple[int, Block]]:
     yield 0, table.first
     yield from enumerate(table.layers)
     yield 0, table.last
+    if table.prediction is not None:
+        yield len(table.layers), table.prediction
 
 
-def _expand(weight: Weight, layer: int, dtype: torch.dtype) -> list[LogicalTensor]:
-    return [
-        LogicalTensor(weight.name.format(layer=layer, expert=expert), weight.shape, weight.dtype or dtype)
-        for expert in range(weight.experts or 1)
-    ]
-
-
-def _placements(
-    table: Table, layout: Layout, rank: int, rules: Callable[[Block], tuple[Rule, ...]], te_names: bool
-) -> list[Placement]:
-    placements: list[Placement] = []
-    shards: dict[int, Shard] = {}
-    first_shapes = {weight.name: weight.shape for weight in table.first.weights}
-
-    def solve(rule: Rule, block: Block) -> Shard:
-        # Templates in, templates out: the layers that share a block share one solution.
-        if id(rule) not in shards:
-            shapes = first_shapes | {weight.name: weight.shape for weight in block.weights}
-            sources = [LogicalTensor(name, shapes[name], torch.float32) for name in rule.sources]
-            shards[id(rule)] = rule.cut.shard(sources, layout.part(rank, rule.axis), layout)
-        return shards[id(rule)]
-
-    def place(block: Block, prefix: str, local: int, layer: int, apart: bool = True) -> None:
-        for rule in rules(block):
-            if rule.only_apart and not apart:
-                continue
-            name = prefix + (rule.transformer_engine if te_names and rule.transformer_engine else rule.parameter)
-            experts: Sequence[int] = layout.experts(rank, rule.experts) if rule.experts else (0,)
-            for index, expert in enumerate(experts):
-                parameter = name.format(layer=local, expert=index)
-                for piece in solve(rule, block).pieces:
-                    at = _stacked(piece.at, index) if rule.stacked else piece.at
-                    placements.append(
-                        Placement(parameter, at, piece.tensor.format(layer=layer, expert=expert), piece.box)
-                    )
-
-    first, last = layout.first_prefix(rank), layout.last_prefix(rank)
-    if first is not None:
-        place(table.first, first, 0, 0)
-    for held in layout.layers(rank, len(table.layers)):
-        place(table.layers[held.layer], held.prefix, held.local, held.layer)
-    if last is not None:
-        place(table.last, last, 0, 0, apart=first is None)
-    return placements
-
-
-def _stacked(at: Box, index: int) -> Box:
-    return Box((index, *at.starts), (index + 1, *at.stops))
+def _names(weight: Weight, layer: int) -> list[str]:
+    if not weight.experts:
+        return [weight.name.format(layer=layer)]
+    return [weight.name.format(layer=layer, expert=expert) for expert in range(weight.experts)]

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from slimerl.resharding.families import blocks
+from slimerl.resharding.families.experts import ExpertSizes, moe_layer
 from slimerl.resharding.families.family import Family
 from slimerl.resharding.families.table import Table
+from slimerl.resharding.layouts import ExpertLocation
 
 
 def _table(config: Mapping[str, Any]) -> Table:
@@ -25,7 +27,8 @@ def _table(config: Mapping[str, Any]) -> Table:
     # transformers 5 writes the second name.
     count = blocks.read_integer(config, "num_experts" if "num_experts" in config else "num_local_experts")
     layer = blocks.attention(size, qk_norm=True) + blocks.post_attention_norm(size, dense=False)
-    layer += blocks.routed_experts(size, count, blocks.read_integer(config, "moe_intermediate_size"))
+    sizes = ExpertSizes(size.hidden, count, blocks.read_integer(config, "moe_intermediate_size"))
+    layer += moe_layer(sizes, ExpertLocation.COPIED, bias=False)
     return Table(blocks.embedding(size), (layer,) * size.layers, blocks.head(size))
 
 

@@ -6,13 +6,16 @@ table is the source of a rule on both sides.
 Names are templates: `{layer}` is the layer's number (the rank's own number on Megatron's side), `{expert}` likewise.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from slimerl.resharding.families.cuts import Cut
-from slimerl.resharding.layouts import Axis
+from slimerl.resharding.layouts import Axis, ExpertLocation
+
+DRAFT = "draft."
+"""What stands before the parameters of an engine's draft model, to tell them from those of the model itself."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Weight:
     dtype: torch.dtype | None = None
     """None: the model's."""
     experts: int = 0
+    quantised: bool = False
+    """Stored in FP8 with block scales by an engine whose model is quantised (`scales.py`)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,15 @@ class Rule:
     experts: int = 0
     stacked: bool = False
     only_apart: bool = False
-    """Only where the last pipeline stage is not also the first: the copy of a tied embedding."""
+    """Only where the pipeline stage is not the first: a copy of the embedding (tied head, multi-token prediction)."""
+    after_layers: bool = False
+    """Megatron's final norm: with multi-token prediction it stands where the last layer is, not where the head is."""
+    location: ExpertLocation = ExpertLocation.FIXED
+    """Of the engine's experts."""
+    behind: bool = False
+    """Not the rank's experts, but the slice behind them: a shared expert, fused with the routed ones."""
+    fused: "Rule | None" = None
+    """The rule in place of this one where an engine fuses shared experts (`EngineLayout.fused_shared_experts`)."""
 
 
 @dataclass(frozen=True)
@@ -65,3 +78,18 @@ class Table:
     first: Block
     layers: Sequence[Block]
     last: Block
+    prediction: Block | None = None
+    """The multi-token-prediction layer: on Megatron's side a part of the model, on the engine's a draft model, whose
+    parameters start with `DRAFT`. Left out unless a `Form` asks for it; its names are no templates but for `{expert}`.
+    """
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Second copies that checkpoints carry: name -> the tensor that it repeats."""
+
+    def with_prediction(self) -> "Table":
+        """The same model with the multi-token-prediction layer as a part of what comes last (plain if it has none).
+
+        Right where Megatron keeps that layer in the last pipeline stage, together with the last decoder layer.
+        """
+        if self.prediction is None:
+            return self
+        return replace(self, last=self.last + self.prediction, prediction=None)

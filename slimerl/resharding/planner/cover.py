@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slimerl.resharding.coverage import CoverageError
-from slimerl.resharding.planner.ranks import RankTable
+from slimerl.resharding.planner.ranks import RankTable, some
 from slimerl.resharding.planner.records import Records
 from slimerl.resharding.planner.templates import IntArray, Signatures
 from slimerl.resharding.planner.topology import Topology
@@ -57,7 +57,9 @@ def _check_tiling(model: Signatures, records: Records, engine: RankTable) -> Non
         ones = np.ones(len(parts), dtype=np.int64)
         height, width = parameter.extent
         boxes.append((ones * number, parts, ones * 0, ones * 0, ones * height, ones * width, -ones))
-    parameter_of, part, row, column, rows, columns, sign = (np.concatenate(column) for column in zip(*boxes, strict=True))
+    parameter_of, part, row, column, rows, columns, sign = (
+        np.concatenate(column) for column in zip(*boxes, strict=True)
+    )
     corners = [(row, column, sign), (row, column + columns, -sign), (row + rows, column, -sign),
                (row + rows, column + columns, sign)]  # fmt: skip
     key_row, key_column, weight = (np.concatenate(values) for values in zip(*corners, strict=True))
@@ -92,34 +94,21 @@ def _check_atoms(template: "Template") -> None:
     units = np.bincount(record[new], minlength=len(records))
     wrong = np.flatnonzero(units != np.array([len(t.units) for t in model.templates])[records.template])
     if len(wrong):
-        raise CoverageError(f"{model.templates[records.template[wrong[0]]].name}: its atoms do not have every layer once")
+        raise CoverageError(
+            f"{model.templates[records.template[wrong[0]]].name}: its atoms do not have every layer once"
+        )
 
 
 def _check_ranks(template: "Template", topology: Topology) -> None:
     """Each engine rank is given as many bytes as its parameters have."""
-    model, engine, atoms = template.model, template.engine, template.atoms
-    given = np.zeros(engine.ranks)
-    entries = np.diff(template.records.first_destination)
-    of = np.repeat(np.arange(len(entries)), entries)
-    takes = np.zeros((len(entries), engine.ranks))
-    axes = [parameter.axis for parameter in model.engine_parameters]
-    parts = np.stack([engine.parts[axis] for axis in axes])
-    np.add.at(takes, of, parts[template.records.destination] == template.records.destination_part[:, None])
-    # Bytes of each record that each demand set is given, then what the ranks of the set take of it.
-    pair = atoms.record * len(atoms.demands) + atoms.demand
-    keys, inverse = np.unique(pair, return_inverse=True)
-    nbytes = np.bincount(inverse, weights=atoms.nbytes)
-    record, demand = keys // len(atoms.demands), keys % len(atoms.demands)
-    wanted = np.zeros((len(atoms.demands), engine.ranks), dtype=bool)
+    atoms, engine = template.atoms, template.engine
+    nbytes = np.bincount(atoms.demand, weights=atoms.nbytes, minlength=len(atoms.places))
+    expected = _held_bytes(template.model, template.records, engine)
     for rank in range(engine.ranks):
         node, slot = topology.class_and_slot(rank)
-        wanted[:, rank] = atoms.demands[:, node, slot]
-    given = (nbytes[:, None] * takes[record] * wanted[demand]).sum(axis=0)
-    expected = _held_bytes(model, template.records, engine)
-    wrong = np.flatnonzero(given != expected)
-    if len(wrong):
-        rank = int(wrong[0])
-        raise CoverageError(f"engine rank {rank} is given {given[rank]:.0f} bytes, its parameters have {expected[rank]:.0f}")
+        given = int((nbytes * atoms.places[:, node, slot]).sum())
+        if given != expected[rank]:
+            raise CoverageError(f"engine rank {rank} is given {given} bytes, its parameters have {expected[rank]}")
 
 
 def _held_bytes(model: Signatures, records: Records, engine: RankTable) -> IntArray:
@@ -133,9 +122,8 @@ def _held_bytes(model: Signatures, records: Records, engine: RankTable) -> IntAr
         padded = np.bincount(parameter.padding[:, 0], weights=parameter.padding[:, 2], minlength=int(part.max()) + 1)
         rows = parameter.extent.rows - padded.astype(np.int64)[part]
         units = engine.holds[list(model.templates[template].units)].sum(axis=0)[engine.stage_of]
-        spans = engine.experts.get(parameter.experts)
-        experts = 1 if spans is None else spans[:, 1] - spans[:, 0]
-        held += rows * parameter.extent.columns * parameter.itemsize * units * experts
+        slices = engine.places[parameter.experts, parameter.location].shape[2] if parameter.experts else 1
+        held += rows * parameter.extent.columns * parameter.itemsize * units * slices
     return held
 
 
@@ -166,14 +154,14 @@ def _check_parcels(plan: "Plan") -> None:
     demand, route = np.divmod(pair, len(parcels.routes))
     # Not only every GPU that wants it, but no class of nodes that does not.
     wanted, served = atoms.demands[demand], parcels.routes[route]
-    if (wanted & ~served).any() or (wanted.any(axis=2) != served.any(axis=2)).any():
+    if (wanted & ~served).any() or (some(wanted, 2) != some(served, 2)).any():
         raise CoverageError("a parcel does not go to the nodes that want its fragments")
 
 
 def _check_routes(plan: "Plan") -> None:
     operations, parcels, nodes = plan.operations, plan.parcels, plan.nodes
     node_of = np.full(plan.topology.nics, -1, dtype=np.int64)
-    numbers = np.arange(nodes.nic.shape[0] * nodes.nic.shape[1]).reshape(nodes.nic.shape[:2] + (1,))
+    numbers = np.arange(nodes.nic.shape[0] * nodes.nic.shape[1]).reshape((*nodes.nic.shape[:2], 1))
     present = nodes.nic >= 0
     node_of[nodes.nic[present]] = np.broadcast_to(numbers, nodes.nic.shape)[present]
     receiver = node_of[operations.receiver]
@@ -181,7 +169,7 @@ def _check_routes(plan: "Plan") -> None:
         raise CoverageError("an operation goes to a NIC of no living engine")
     total = numbers.size
     received = np.bincount(operations.parcel * np.int64(total) + receiver, minlength=len(parcels) * total)
-    wanted = np.tile(parcels.routes.any(axis=2)[parcels.route], (1, nodes.members))
+    wanted = np.tile(parcels.nodes_of_route[parcels.route], (1, nodes.members))
     if (received.reshape(len(parcels), total) != wanted).any():
         raise CoverageError("a parcel does not reach every node of its route exactly once")
     first = operations.after < 0

@@ -7,6 +7,8 @@ all its nodes at the same slot (NIC n talks to NIC n: one rail), and no slot of 
 import numpy as np
 
 from slimerl.resharding.planner.parcels import Parcels
+from slimerl.resharding.planner.ranks import BoolArray, some
+from slimerl.resharding.planner.templates import IntArray
 from slimerl.resharding.planner.topology import Nodes
 from slimerl.resharding.planner.waterfill import FloatArray
 
@@ -19,12 +21,12 @@ def slot_speeds(nodes: Nodes, speeds: FloatArray) -> FloatArray:
     return speeds[nodes.entry].min(axis=0)
 
 
-def choose_entries(parcels: Parcels, speeds: FloatArray) -> np.ndarray:
+def choose_entries(parcels: Parcels, speeds: FloatArray) -> IntArray:
     """The slot of each parcel; `speeds`: [classes, slots]."""
-    classes = parcels.routes.any(axis=2)
+    classes = parcels.nodes_of_route
     # A GPU serves a route well where it wants the parcel in every class of nodes that takes it.
-    wanted = (parcels.routes | ~classes[:, :, None]).all(axis=1) & parcels.routes.any(axis=1)
-    wanted[~wanted.any(axis=1)] = True
+    wanted = ~some(~parcels.routes & classes[:, :, None], 1)
+    wanted[~some(wanted, 1)] = True
     only = np.where(wanted.sum(axis=1) == 1, wanted.argmax(axis=1), -1)
     slot = only[parcels.route]
     seconds = np.zeros(speeds.shape)
@@ -38,7 +40,7 @@ def choose_entries(parcels: Parcels, speeds: FloatArray) -> np.ndarray:
 
 
 def _place(
-    parcels: Parcels, classes: np.ndarray, wanted: np.ndarray, slot: np.ndarray, seconds: FloatArray, speeds: FloatArray
+    parcels: Parcels, classes: BoolArray, wanted: BoolArray, slot: IntArray, seconds: FloatArray, speeds: FloatArray
 ) -> None:
     """Largest first, give every open parcel the emptiest slot among the GPUs that want it."""
     open_ = np.flatnonzero(slot < 0)
@@ -51,16 +53,14 @@ def _place(
         open_.tolist(), parcels.route[open_].tolist(), parcels.nbytes[open_].tolist(), strict=True
     ):
         nodes = nodes_of[route]
-        best = min(slots_of[route], key=lambda s: max(load[n][s] + nbytes * cost[n][s] for n in nodes))  # noqa: B023
+        best = min(slots_of[route], key=lambda s: max(load[n][s] + nbytes * cost[n][s] for n in nodes))
         slot[parcel] = best
         for node in nodes:
             load[node][best] += nbytes * cost[node][best]
     seconds[:] = load
 
 
-def _move(
-    parcels: Parcels, classes: np.ndarray, slot: np.ndarray, seconds: FloatArray, speeds: FloatArray
-) -> None:
+def _move(parcels: Parcels, classes: BoolArray, slot: IntArray, seconds: FloatArray, speeds: FloatArray) -> None:
     """While a slot is too full, send its next parcel in by the emptiest slot of the node."""
     for node in range(len(speeds)):
         alone = classes[:, node] & (classes.sum(axis=1) == 1)
@@ -71,7 +71,9 @@ def _move(
             if seconds[node, full] <= mean * (1 + UNEVEN):
                 break
             room = (mean - seconds[node, empty]) * speeds[node, empty]
-            movable = np.flatnonzero((slot == full) & alone[parcels.route] & (parcels.nbytes <= min(excess, room) * 1.5))
+            movable = np.flatnonzero(
+                (slot == full) & alone[parcels.route] & (parcels.nbytes <= min(excess, room) * 1.5)
+            )
             if not len(movable):
                 break
             parcel = movable[parcels.nbytes[movable].argmax()]

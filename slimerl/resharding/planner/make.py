@@ -6,13 +6,16 @@ a sync that lost an engine goes on with the parcels already delivered.
 """
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from slimerl.resharding.families import family_of
+from slimerl.resharding.families.family import PLAIN, Form
 from slimerl.resharding.layouts import EngineLayout, MegatronLayout, ModuleNames
 from slimerl.resharding.planner.atoms import spell_out
 from slimerl.resharding.planner.cover import check_cover
@@ -21,20 +24,19 @@ from slimerl.resharding.planner.parcels import (
     Fragments,
     Parcels,
     choose_size,
-    even_out,
     group_keys,
     make_routes,
     pack,
     split_over_owners,
+    split_parcels,
 )
 from slimerl.resharding.planner.plan import Plan, Template, spell_operations
-from slimerl.resharding.planner.ranks import rank_table
+from slimerl.resharding.planner.ranks import rank_table, some
 from slimerl.resharding.planner.records import refine
-from slimerl.resharding.planner.rings import schedule, turns_of
-from slimerl.resharding.planner.templates import IntArray, Signatures, signatures
+from slimerl.resharding.planner.rings import finer_at_the_end, schedule
+from slimerl.resharding.planner.templates import Signatures, signatures
 from slimerl.resharding.planner.topology import Topology, engine_nodes
 from slimerl.resharding.planner.waterfill import Level, level
-from slimerl.resharding.planner.wire import WireFormat
 
 REVISION = 1
 """Part of every key: raise it when equal inputs give another plan."""
@@ -44,7 +46,7 @@ REVISION = 1
 class PlanOptions:
     """How finely a plan cuts."""
 
-    operations_per_nic: int = 760
+    operations_per_nic: int = 720
     """Sent and received together; the parcels are made as large as this asks."""
     least_parcel_bytes: int = 1 << 20
     """Below this an operation costs more than its bytes; smaller tensors are packed."""
@@ -53,7 +55,14 @@ class PlanOptions:
     granule_rows: int = 128
     """A tensor is split at multiples of this many rows: a block of FP8."""
     class_copies_below: float = 0.6
-    """The trainer sends a copy to each class of nodes while that keeps its NICs below this part of the engines' time."""
+    """The trainer sends a copy to each class of nodes while its NICs are busy for less than this part of the time."""
+    ring_copies_below: float = 0.3
+    """And one copy to each of several shorter rings below this: they fill and empty faster."""
+    shortest_ring: int = 4
+    windows: int = 1
+    """Groups of layers that arrive one after another: with more, less staging memory, but smaller parcels."""
+    last_turn_pieces: int = 4
+    """Parcels of the last turn are cut into this many."""
 
 
 @dataclass(frozen=True)
@@ -65,21 +74,33 @@ class SyncShape:
     train: MegatronLayout
     engine: EngineLayout
     topology: Topology
-    wire: WireFormat
+    dtype: torch.dtype = torch.bfloat16
+    """Of weights that are not quantised and have no dtype of their own."""
+    form: Form = PLAIN
+    """As the engine holds the model: with FP8 scales, with the multi-token-prediction layer."""
     options: PlanOptions = PlanOptions()
 
     @property
     def key(self) -> str:
         """Digest of everything, living replicas and NIC speeds included."""
-        parts = (REVISION, sorted(self.config.items()), self.train, self.engine, self.topology, self.wire, self.options)
+        parts = (
+            REVISION,
+            sorted(self.config.items()),
+            self.train,
+            self.engine,
+            self.topology,
+            self.dtype,
+            self.form,
+            self.options,
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def model_signatures(shape: SyncShape) -> Signatures:
     """The templates of the family that the config names."""
-    table = family_of(shape.config).table(shape.config)
-    te_names = shape.train.names is ModuleNames.TRANSFORMER_ENGINE
-    return signatures(table, shape.train, shape.engine, shape.wire, te_names)
+    table = shape.form.of(family_of(shape.config).table(shape.config))
+    te_names = shape.train.names == ModuleNames.TRANSFORMER_ENGINE
+    return signatures(table, shape.train, shape.engine, shape.dtype, shape.form.scales, te_names)
 
 
 def make_template(shape: SyncShape) -> Template:
@@ -90,22 +111,19 @@ def make_template(shape: SyncShape) -> Template:
         CoverageError: something is not held, or not taken.
     """
     model, topology, options = model_signatures(shape), shape.topology, shape.options
-    sides = []
-    for layout, parameters in ((shape.train, model.train_parameters), (shape.engine, model.engine_parameters)):
-        counts = {parameter.experts for parameter in parameters if parameter.experts}
-        sides.append(rank_table(layout, model.units, {parameter.axis for parameter in parameters}, counts))
-    train, engine = sides
+    train = rank_table(shape.train, model.layers, model.prediction, model.train_parameters)
+    engine = rank_table(shape.engine, model.layers, model.prediction, model.engine_parameters)
     records = refine(model)
     atoms = spell_out(model, records, train, engine, topology, options.granule_rows)
     speeds = topology.nic_speeds()
     nodes = engine_nodes(topology)
-    classes = atoms.demands.any(axis=2)
+    classes = some(atoms.demands, 2)
     entering = np.bincount(atoms.demand, weights=atoms.nbytes, minlength=len(classes))
     ingress_s = float((entering @ classes / slot_speeds(nodes, speeds).sum(axis=1)).max())
     weight = classes.sum(axis=1)[atoms.demand]
     levels: list[Level] = []
     for copies in (weight, np.ones_like(weight)):
-        nbytes = np.bincount(atoms.owner, weights=atoms.nbytes * copies, minlength=len(atoms.owners))
+        nbytes = np.bincount(atoms.owner, weights=atoms.nbytes * copies, minlength=len(atoms.owners)).astype(float)
         levels.append(level(atoms.owners, nbytes, speeds[: train.ranks]))
         if (weight == 1).all() or levels[0].seconds.max() <= options.class_copies_below * ingress_s:
             break
@@ -113,8 +131,10 @@ def make_template(shape: SyncShape) -> Template:
     if relay_classes:
         weight = np.ones_like(weight)
     least = _least_stripe(options, float(levels[-1].seconds.max() * speeds.max()))
-    fragments = split_over_owners(atoms, train.window_of, weight, levels[-1].shares, least)
-    return Template(model, train, engine, records, atoms, levels[-1], relay_classes, fragments)
+    fragments = split_over_owners(atoms, train.place_in_stage, weight, levels[-1].shares, least)
+    copies = int(options.ring_copies_below * ingress_s / levels[-1].seconds.max())
+    rings = max(1, min(copies, nodes.members // options.shortest_ring))
+    return Template(model, train, engine, records, atoms, levels[-1], relay_classes, rings, fragments)
 
 
 def _least_stripe(options: PlanOptions, level_bytes: float) -> int:
@@ -128,14 +148,17 @@ def make_plan(shape: SyncShape, template: Template | None = None) -> Plan:
     Raises as `make_template`, and CoverageError where the plan itself is wrong.
     """
     template = make_template(shape) if template is None else template
-    nodes = engine_nodes(shape.topology)
-    speeds = slot_speeds(nodes, shape.topology.nic_speeds())
-    fragments, parcels = _parcels(shape, template, nodes.members)
-    slot = choose_entries(parcels, speeds)
-    if nodes.members > 1:
-        fragments, parcels, slot = _level_rings(shape, template, fragments, parcels, slot, nodes.members)
-    turns = schedule(parcels, slot, nodes.members, template.relay_classes)
-    operations = spell_operations(parcels, turns, nodes, slot)
+    nodes = engine_nodes(shape.topology, template.rings)
+    longest = max(len(ring) for ring in nodes.rings)
+    fragments, parcels = _parcels(shape, template, longest)
+    slot = choose_entries(parcels, slot_speeds(nodes, shape.topology.nic_speeds()))
+    if longest > 1:
+        least = _least_stripe(shape.options, float(parcels.nbytes.max()) * 10)
+        counts = finer_at_the_end(parcels, slot, longest, shape.options.last_turn_pieces, least)
+        fragments, parcels, part_of = split_parcels(fragments, template.atoms, parcels, counts, least)
+        slot = slot[part_of]
+    turns = schedule(parcels, slot, nodes.rings, template.relay_classes)
+    operations = spell_operations(parcels, turns, nodes)
     plan = Plan(template, shape.topology, nodes, fragments, parcels, slot, turns, operations, shape.key)
     check_cover(plan)
     return plan
@@ -143,38 +166,15 @@ def make_plan(shape: SyncShape, template: Template | None = None) -> Plan:
 
 def _parcels(shape: SyncShape, template: Template, members: int) -> tuple[Fragments, Parcels]:
     options, atoms = shape.options, template.atoms
+    # A node passes on all that it gets but for what ends with it; the last turn is cut up, and turns are filled up.
     per_nic = options.operations_per_nic / (2 - 1 / members)
+    per_nic = max(per_nic // members * members - (options.last_turn_pieces - 1) * members, per_nic / 2)
     level_bytes = float(atoms.nbytes.sum()) / shape.topology.engine_ranks
     least = _least_stripe(options, level_bytes)
     for by_node in (False, True):
         route, routes = make_routes(atoms, by_node)
-        keys = group_keys(template.fragments, atoms, template.train.window_of, route)
-        size, fits = choose_size(
-            template.fragments, atoms, keys, routes, per_nic, least, options.most_parcel_bytes
-        )
+        keys = group_keys(template.fragments, atoms, template.train.windows(options.windows), route)
+        size, fits = choose_size(template.fragments, atoms, keys, routes, per_nic, least, options.most_parcel_bytes)
         if fits:
             break
     return pack(template.fragments, atoms, keys, routes, size, least)
-
-
-def _level_rings(
-    shape: SyncShape, template: Template, fragments: Fragments, parcels: Parcels, slot: IntArray, members: int
-) -> tuple[Fragments, Parcels, IntArray]:
-    """Fill the last turn of each ring; the halves of a split parcel enter where it did."""
-    parcel, _, ring = turns_of(parcels, slot)
-    single = np.bincount(parcel, minlength=len(parcels)) == 1
-    rings = np.full(len(parcels), -1, dtype=np.int64)
-    rings[parcel] = ring
-    rings[~single] = -1
-    least = _least_stripe(shape.options, float(parcels.nbytes.max()) * 10)
-    begins = parcels.first_fragment[:-1]
-    old = (fragments.atom[begins], fragments.first[begins])
-    split, levelled = even_out(fragments, template.atoms, parcels, rings, members, least)
-    # Fragments keep their order, so a new parcel lies in the old one that begins at or before it.
-    key = np.zeros(len(levelled), dtype=np.int64)
-    starts = {(int(atom), int(row)): number for number, (atom, row) in enumerate(zip(*old, strict=True))}
-    current = 0
-    for number, begin in enumerate(levelled.first_fragment[:-1].tolist()):
-        current = starts.get((int(split.atom[begin]), int(split.first[begin])), current)
-        key[number] = current
-    return split, levelled, slot[key]

@@ -7,13 +7,13 @@ what an engine fuses (q|k|v, gate|up, data and scale) is always in one window.
 """
 
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
+from functools import cached_property
 
 import numpy as np
 
 from slimerl.resharding.planner.atoms import Atoms
 from slimerl.resharding.planner.lines import cut_line
-from slimerl.resharding.planner.ranks import BoolArray
+from slimerl.resharding.planner.ranks import BoolArray, some
 from slimerl.resharding.planner.templates import IntArray
 from slimerl.resharding.planner.waterfill import FloatArray
 
@@ -49,17 +49,24 @@ class Parcels:
     routes: BoolArray
     """[routes, classes, slots]: GPUs that want some of it."""
 
+    @cached_property
+    def nodes_of_route(self) -> BoolArray:
+        """[routes, classes]: which nodes take its parcels."""
+        return some(self.routes, 2)
+
     def __len__(self) -> int:
         return len(self.root)
 
 
-def split_over_owners(atoms: Atoms, window: IntArray, weight: IntArray, shares: FloatArray, least: int) -> Fragments:
+def split_over_owners(atoms: Atoms, place: IntArray, weight: IntArray, shares: FloatArray, least: int) -> Fragments:
     """Cut each owner set's line of atoms so that every owner sends its share.
 
-    `weight`: how many copies of an atom leave the trainer. The line runs window by window, so that an owner's part is
-    a few whole layers: its parcels are large.
+    `place`: of a unit in its stage; `weight`: how many copies of an atom leave the trainer. An owner's part is mostly
+    whole layers, so its parcels are large, and those of n owners are each n-th layer, so that all of them have
+    something for every window.
     """
-    order = np.lexsort((atoms.expert, atoms.record, atoms.unit, window[atoms.unit], atoms.owner))
+    turn = place[atoms.unit] % atoms.owners.sum(axis=1)[atoms.owner]
+    order = np.lexsort((atoms.expert, atoms.record, atoms.unit, turn, atoms.owner))
     set_of, rank = np.nonzero(shares > 0)
     totals = np.bincount(atoms.owner, weights=atoms.nbytes * weight, minlength=len(atoms.owners))
     start = np.r_[0.0, np.cumsum(totals)][:-1]
@@ -71,9 +78,7 @@ def split_over_owners(atoms: Atoms, window: IntArray, weight: IntArray, shares: 
     last = np.r_[set_of[1:] != set_of[:-1], True]
     cuts[last] = (start + totals)[set_of[last]]
     cuts = np.maximum.accumulate(cuts)[:-1]
-    pieces = cut_line(
-        atoms.rows[order], (atoms.row_bytes * weight)[order], atoms.granule[order], cuts, least
-    )
+    pieces = cut_line(atoms.rows[order], (atoms.row_bytes * weight)[order], atoms.granule[order], cuts, least)
     # A cut that moved to a set's border must not hand an atom to the neighbouring set's rank.
     owner = atoms.owner[order][pieces.item]
     low, high = first_of_set[owner], np.r_[first_of_set[1:], len(set_of)][owner] - 1
@@ -85,7 +90,7 @@ def make_routes(atoms: Atoms, by_node: bool) -> tuple[IntArray, BoolArray]:
 
     `by_node`: one route for all GPUs of a node, which pass on to each other what they took in: fewer, larger parcels.
     """
-    keys = atoms.demands.any(axis=2) if by_node else atoms.demands.reshape(len(atoms.demands), -1)
+    keys = some(atoms.demands, 2) if by_node else atoms.demands.reshape(len(atoms.demands), -1)
     _, route = np.unique(np.packbits(keys, axis=1), axis=0, return_inverse=True)
     route = route.reshape(-1)
     routes = np.zeros((int(route.max()) + 1, *atoms.demands.shape[1:]), dtype=bool)
@@ -101,9 +106,9 @@ def choose_size(
     `keys`: [fragments, 3] as in `pack`.
     """
     groups, sizes = _groups(fragments, atoms, keys)
-    takers = routes.any(axis=1)[groups[:, 1]]
+    takers = some(routes, 1)[groups[:, 1]]
     spread = takers / takers.sum(axis=1, keepdims=True)
-    crossing = routes.any(axis=2)[groups[:, 1]].astype(np.float64)
+    crossing = some(routes, 2)[groups[:, 1]].astype(np.float64)
     size = float(max(least, (sizes @ crossing).max() / (routes.shape[2] * per_nic)))
     while size < most:
         counts = -(-sizes // int(size))
@@ -121,7 +126,9 @@ def group_keys(fragments: Fragments, atoms: Atoms, window: IntArray, route: IntA
 def _groups(fragments: Fragments, atoms: Atoms, keys: IntArray) -> tuple[IntArray, IntArray]:
     """Distinct keys and the bytes of each."""
     base = keys.max(axis=0) + 1
-    _, index, inverse = np.unique(np.ravel_multi_index(tuple(keys.T), tuple(base)), return_index=True, return_inverse=True)
+    _, index, inverse = np.unique(
+        np.ravel_multi_index(tuple(keys.T), tuple(base)), return_index=True, return_inverse=True
+    )
     return keys[index], np.bincount(inverse, weights=fragments.nbytes(atoms)).astype(np.int64)
 
 
@@ -137,7 +144,17 @@ def pack(
     start = np.r_[0, np.cumsum(nbytes)][:-1][new].astype(np.float64)
     sizes = np.add.reduceat(nbytes, np.flatnonzero(new))
     counts = -(-sizes // size)
-    return _cut(fragments, atoms, keys, routes, (start, sizes, counts), least)
+    return _cut(fragments, atoms, keys, routes, (start, sizes, counts), least)[:2]
+
+
+def split_parcels(
+    fragments: Fragments, atoms: Atoms, parcels: Parcels, counts: IntArray, least: int
+) -> tuple[Fragments, Parcels, IntArray]:
+    """Cut each parcel into `counts` equal ones, in the same order; also returns of which parcel each is a part."""
+    of = np.repeat(np.arange(len(parcels)), np.diff(parcels.first_fragment))
+    keys = np.stack([parcels.root[of], parcels.route[of], parcels.window[of]], axis=1)
+    start = np.r_[0, np.cumsum(parcels.nbytes)][:-1].astype(np.float64)
+    return _cut(fragments, atoms, keys, parcels.routes, (start, parcels.nbytes, counts), least)
 
 
 def _cut(
@@ -147,52 +164,22 @@ def _cut(
     routes: BoolArray,
     line: tuple[FloatArray, IntArray, IntArray],
     least: int,
-) -> tuple[Fragments, Parcels]:
-    """Cut the line of fragments into `counts` equal parcels for each stretch of `sizes` bytes that begins at `start`."""
+) -> tuple[Fragments, Parcels, IntArray]:
+    """Cut the line of fragments: `counts` equal parcels for each stretch of `sizes` bytes that begins at `start`."""
     start, sizes, counts = line
     which = np.repeat(np.arange(len(counts)), counts)
     step = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
     cuts = (start[which] + sizes[which] * (step / counts[which]))[1:]
     atom = fragments.atom
     pieces = cut_line(fragments.stop - fragments.first, atoms.row_bytes[atom], atoms.granule[atom], cuts, least)
-    _, parcel = np.unique(pieces.bin, return_inverse=True)
-    parcel = parcel.reshape(-1)
     split = Fragments(
         atom[pieces.item],
         fragments.first[pieces.item] + pieces.first,
         fragments.first[pieces.item] + pieces.stop,
         fragments.root[pieces.item],
     )
-    first = np.searchsorted(parcel, np.arange(int(parcel[-1]) + 2))
-    key = keys[pieces.item][first[:-1]]
-    nbytes = np.add.reduceat(split.nbytes(atoms), first[:-1])
-    return split, Parcels(key[:, 0], key[:, 1], key[:, 2], nbytes, first, routes)
-
-
-def even_out(
-    fragments: Fragments, atoms: Atoms, parcels: Parcels, rings: IntArray, multiple: int, least: int
-) -> tuple[Fragments, Parcels]:
-    """Split the largest parcels of each ring until their number is a multiple of the ring's length.
-
-    `rings`: [parcels], the ring of a parcel, -1 where it goes into several (left as it is). A ring whose last turn has
-    fewer parcels than nodes would idle for the rest of it.
-    """
-    counts = np.ones(len(parcels), dtype=np.int64)
-    for ring in np.unique(rings[rings >= 0]):
-        members = np.flatnonzero(rings == ring)
-        heap = [(-int(parcels.nbytes[p]), int(p)) for p in members]
-        heapify(heap)
-        for _ in range(-len(members) % multiple):
-            size, parcel = heap[0]
-            pieces = int(counts[parcel]) + 1
-            if -size < 2 * least:
-                break
-            counts[parcel] = pieces
-            heapreplace(heap, (-int(parcels.nbytes[parcel]) // pieces, parcel))
-    if (counts == 1).all():
-        return fragments, parcels
-    of = np.repeat(np.arange(len(parcels)), np.diff(parcels.first_fragment))
-    keys = np.stack([parcels.root[of], parcels.route[of], parcels.window[of]], axis=1)
-    start = np.r_[0, np.cumsum(parcels.nbytes)][:-1].astype(np.float64)
-    return _cut(fragments, atoms, keys, parcels.routes, (start, parcels.nbytes, counts), least)
-
+    # Cuts that fell together leave a bin empty.
+    bins, first = np.unique(pieces.bin, return_index=True)
+    key = keys[pieces.item][first]
+    nbytes = np.add.reduceat(split.nbytes(atoms), first)
+    return split, Parcels(key[:, 0], key[:, 1], key[:, 2], nbytes, np.r_[first, len(split)], routes), which[bins]

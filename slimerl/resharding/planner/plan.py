@@ -50,6 +50,8 @@ class Template:
     """Seconds that each trainer NIC sends, and their lower bound."""
     relay_classes: bool
     """The trainers inject one copy, not one for each class of nodes."""
+    rings: int
+    """Copies of each parcel that the trainers inject, each into a ring of its own."""
     fragments: Fragments
     """Not yet in parcels."""
 
@@ -107,31 +109,47 @@ def _grouped(of: Int32Array, count: int) -> tuple[IntArray, IntArray]:
     return order, np.r_[0, np.cumsum(np.bincount(of, minlength=count))]
 
 
-def spell_operations(parcels: Parcels, turns: Turns, nodes: Nodes, slot: IntArray) -> Operations:
+def spell_operations(parcels: Parcels, turns: Turns, nodes: Nodes) -> Operations:
     """Every hop of every turn, sorted by round."""
-    members = nodes.members
-    hop = np.arange(members)[None, :]
-    at = (turns.head[:, None] + hop) % members
-    receiver = nodes.entry[at, turns.node[:, None], turns.slot[:, None]].astype(np.int32)
-    index = np.arange(receiver.size, dtype=np.int32).reshape(receiver.shape)
-    sender = np.empty_like(receiver)
-    after = np.empty_like(index)
-    sender[:, 1:], after[:, 1:] = receiver[:, :-1], index[:, :-1]
-    sender[:, 0], after[:, 0] = parcels.root[turns.parcel], -1
-    fed = np.flatnonzero(turns.feeder >= 0)
-    feeder = turns.feeder[fed]
-    distance = (turns.head[fed] - turns.head[feeder]) % members
-    sender[fed, 0], after[fed, 0] = receiver[feeder, distance], index[feeder, distance]
-    when = (turns.round[:, None] + hop).astype(np.int32).ravel()
-    order = np.argsort(when, kind="stable")
+    parts = [_hops(parcels, turns, nodes, group) for group in range(len(nodes.rings))]
+    first = np.cumsum([0, *(len(part.sender) for part in parts)])
+    after = [
+        np.where(part.after < 0, np.int32(-1), part.after + offset) for part, offset in zip(parts, first, strict=False)
+    ]
+    together = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
+    order = np.argsort(together[Operations._fields.index("round")], kind="stable")
     moved = np.empty(len(order), dtype=np.int32)
     moved[order] = np.arange(len(order), dtype=np.int32)
-    before = after.ravel()[order]
+    before = np.concatenate(after)[order]
+    columns = dict(zip(Operations._fields, (column[order] for column in together), strict=True))
+    return Operations(**columns | {"after": np.where(before < 0, np.int32(-1), moved[before])})
+
+
+def _hops(parcels: Parcels, turns: Turns, nodes: Nodes, group: int) -> Operations:
+    """The operations of one group of rings, turn by turn; `after` counts within them."""
+    ring = nodes.rings[group]
+    length = len(ring)
+    mine = np.flatnonzero(turns.group == group)
+    place = np.full(len(turns), -1)
+    place[mine] = np.arange(len(mine))
+    head, node, parcel = turns.head[mine], turns.node[mine], turns.parcel[mine]
+    hop = np.arange(length)[None, :]
+    receiver = nodes.entry[ring[(head[:, None] + hop) % length], node[:, None], turns.slot[mine][:, None]].astype(
+        np.int32
+    )
+    index = np.arange(receiver.size, dtype=np.int32).reshape(receiver.shape)
+    sender, after = np.empty_like(receiver), np.empty_like(index)
+    sender[:, 1:], after[:, 1:] = receiver[:, :-1], index[:, :-1]
+    sender[:, 0], after[:, 0] = parcels.root[parcel], -1
+    fed = np.flatnonzero(turns.feeder[mine] >= 0)
+    feeder = place[turns.feeder[mine][fed]]
+    distance = (head[fed] - head[feeder]) % length
+    sender[fed, 0], after[fed, 0] = receiver[feeder, distance], index[feeder, distance]
     return Operations(
-        sender.ravel()[order],
-        receiver.ravel()[order],
-        np.repeat(turns.parcel, members).astype(np.int32)[order],
-        when[order],
-        np.where(before < 0, np.int32(-1), moved[before]),
-        np.repeat(turns.node, members).astype(np.int32)[order],
+        sender.ravel(),
+        receiver.ravel(),
+        np.repeat(parcel, length).astype(np.int32),
+        (turns.round[mine][:, None] + hop).astype(np.int32).ravel(),
+        after.ravel(),
+        np.repeat(node, length).astype(np.int32),
     )

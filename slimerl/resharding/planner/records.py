@@ -5,6 +5,7 @@ fixed set of engine parts wants. Invariant: the records of a template tile it, a
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -86,10 +87,7 @@ def _coalesce(head: IntArray, tail: IntArray) -> Records:
     relative = tail[:, 1:].copy()
     relative[:, 2] -= head[tail[:, 0], _SOURCE_ROW]
     alike: dict[bytes, int] = {}
-    where = [
-        alike.setdefault(relative[start:stop].tobytes(), len(alike))
-        for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
-    ]
+    where = [alike.setdefault(relative[start:stop].tobytes(), len(alike)) for start, stop in pairwise(offsets)]
     same = np.column_stack([head[:, [_SOURCE, _SOURCE_PART, _SOURCE_COLUMN, _COLUMNS, _ITEMSIZE]], where])
     order = np.lexsort((head[:, _SOURCE_ROW], *same.T))
     before, behind = order[:-1], order[1:]
@@ -103,7 +101,8 @@ def _coalesce(head: IntArray, tail: IntArray) -> Records:
     kept = np.flatnonzero(rows)
     counts = np.diff(offsets)[kept]
     tail = tail[np.isin(tail[:, 0], kept)]
-    return Records(*head[kept].T.copy(), np.r_[0, np.cumsum(counts)], *tail[:, 1:].T.copy())
+    columns: list[IntArray] = [*head[kept].T.copy(), np.r_[0, np.cumsum(counts)], *tail[:, 1:].T.copy()]
+    return Records(*columns)
 
 
 def _refine(template: Template, number: int) -> tuple[IntArray, IntArray]:

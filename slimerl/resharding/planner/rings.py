@@ -1,16 +1,18 @@
 """Rings: how a parcel gets from its sender to every node of a class, and in which round.
 
-The nodes of one class hold the same shards. For each class and slot their NICs form a ring: the sender injects a parcel
-at one node, the head, and each node passes it on until the node before the head has it. The ring is slotted: in every
-round all NICs receive, each slot moves on by one node, and a slot that has passed every node takes the next parcel, at
-the node where it then is. So heads rotate, no NIC receives or sends twice in a round, and nothing waits for a chain
-to fill.
+The nodes of one class hold the same shards. For each class and slot their NICs form a ring (or a few): the sender
+injects a parcel at one node, the head, and each node passes it on until the node before the head has it. The ring is
+slotted: in every round all NICs receive, each slot moves on by one node, and a slot that has passed every node takes
+the next parcel, at the node where it then is. So heads rotate, no NIC receives or sends twice in a round, and nothing
+waits for a chain to fill.
 
-Flows in: parcels with entries. Flows out: `Turns`, one per parcel and class. Invariant: in a round a trainer's NIC
-injects at most once and a ring takes in at most as many parcels as it has slots of that phase.
+Flows in: parcels with entries. Flows out: `Turns`, one per parcel, class and ring. Invariant: in a round a trainer's
+NIC injects at most once and a ring takes in at most as many parcels as it has slots that are then free.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 import numpy as np
 
@@ -23,56 +25,91 @@ EASE = 0.6
 
 @dataclass(frozen=True)
 class Turns:
-    """One entry per parcel and class of nodes that takes it."""
+    """One entry per parcel, class of nodes that takes it, and ring."""
 
     parcel: IntArray
     node: IntArray
     """The class."""
+    group: IntArray
+    """Which of the rings."""
     slot: IntArray
     head: IntArray
-    """The member of the ring that gets it first."""
+    """The place in the ring that gets it first."""
     round: IntArray
     """In which it does."""
     feeder: IntArray
-    """-1: the parcel's trainer; else the turn whose copy, at the same member, is passed on to this class."""
+    """-1: the parcel's trainer; else the turn whose copy, at the same node's place, is passed on to this class."""
 
     def __len__(self) -> int:
         return len(self.parcel)
 
 
-def turns_of(parcels: Parcels, slot: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Parcel, class and ring of every turn: the rings are numbered class by class, slot by slot."""
-    takes = parcels.routes.any(axis=2)[parcels.route]
-    parcel, node = np.nonzero(takes)
+def lanes_of(parcels: Parcels, slot: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Parcel, class and lane of every (parcel, class): lanes are numbered class by class, slot by slot."""
+    parcel, node = np.nonzero(parcels.nodes_of_route[parcels.route])
     return parcel, node, node * parcels.routes.shape[2] + slot[parcel]
 
 
-def schedule(parcels: Parcels, slot: IntArray, members: int, relay_classes: bool) -> Turns:
+def finer_at_the_end(parcels: Parcels, slot: IntArray, members: int, pieces: int, least: int) -> IntArray:
+    """Into how many each parcel is to be split, so that the rings run empty fast and together.
+
+    The last turn of each lane is cut into `pieces`: what is left when the trainers have sent all is as long as the
+    parcels are large. Then large parcels are halved until a lane has whole turns.
+    """
+    parcel, _, lane = lanes_of(parcels, slot)
+    order = _in_order(parcels, parcel, lane)
+    counts = np.ones(len(parcels), dtype=np.int64)
+    for number in np.unique(lane):
+        last = parcel[order][lane[order] == number][-members:]
+        counts[last] = np.maximum(counts[last], np.clip(parcels.nbytes[last] // least, 1, pieces))
+    single = np.bincount(parcel, minlength=len(parcels)) == 1
+    for number in np.unique(lane):
+        mine = parcel[lane == number]
+        heap = [(-int(parcels.nbytes[p] // counts[p]), int(p)) for p in mine[single[mine]].tolist()]
+        heapify(heap)
+        for _ in range(-int(counts[mine].sum()) % members if heap else 0):
+            size, largest = heap[0]
+            if -size < 2 * least:
+                break
+            counts[largest] += 1
+            heapreplace(heap, (-int(parcels.nbytes[largest] // counts[largest]), largest))
+    return counts
+
+
+def schedule(parcels: Parcels, slot: IntArray, rings: Sequence[IntArray], relay_classes: bool) -> Turns:
     """Give every turn a head and a round.
 
     `relay_classes`: the trainer injects one copy and the classes of nodes pass it on to each other; else it injects
     one copy into every class.
     """
-    parcel, node, ring = turns_of(parcels, slot)
-    count = len(parcel)
-    previous = np.full(count, -1, dtype=np.int64)
-    order = _in_order(parcels, parcel, ring)
+    parcel, node, lane = lanes_of(parcels, slot)
+    previous = np.full(len(parcel), -1, dtype=np.int64)
+    order = _in_order(parcels, parcel, lane)
     if relay_classes:
-        parcel, node, ring, previous, order = _chain_classes(parcels, parcel, node, ring, order)
-    phases = _phases(parcels.root[parcel[previous < 0]], ring, members)
-    head, when = _first_fit(_Line(parcels.root[parcel], ring, previous, order), members, phases)
-    return Turns(parcel, node, slot[parcel], head, when, previous)
+        parcel, node, lane, previous, order = _chain_classes(parcels, parcel, node, lane, order)
+    count, groups = len(parcel), len(rings)
+    group = np.repeat(np.arange(groups), count)
+    line = _Line(
+        np.tile(parcels.root[parcel], groups),
+        np.tile(lane, groups) * groups + group,
+        group,
+        (np.tile(previous, groups) + group * count) * np.tile(previous >= 0, groups) - np.tile(previous < 0, groups),
+        (order[:, None] + count * np.arange(groups)[None, :]).ravel(),
+    )
+    head, when = _first_fit(line, [len(ring) for ring in rings])
+    parcel = np.tile(parcel, groups)
+    return Turns(parcel, np.tile(node, groups), group, slot[parcel], head, when, line.previous)
 
 
 def _in_order(parcels: Parcels, parcel: IntArray, ring: IntArray) -> IntArray:
-    """Window by window, large parcels first, the senders in turn."""
+    """Each sender's parcels window by window, large ones first, and the senders so that all end together."""
     root = parcels.root[parcel]
-    by_root = np.lexsort((ring, -parcels.nbytes[parcel], root, parcels.window[parcel]))
-    key = parcels.window[parcel][by_root] * (int(root.max(initial=0)) + 1) + root[by_root]
-    start = np.maximum.accumulate(np.where(np.r_[True, key[1:] != key[:-1]], np.arange(len(key)), 0))
-    turn = np.empty(len(key), dtype=np.int64)
-    turn[by_root] = np.arange(len(key)) - start
-    return np.lexsort((ring, root, turn, parcels.window[parcel]))
+    by_root = np.lexsort((ring, -parcels.nbytes[parcel], parcels.window[parcel], root))
+    counts = np.bincount(root)
+    start = np.cumsum(counts) - counts
+    done = np.empty(len(root))
+    done[by_root] = (np.arange(len(root)) - start[root[by_root]] + 0.5) / counts[root[by_root]]
+    return np.lexsort((ring, root, done))
 
 
 def _chain_classes(
@@ -95,74 +132,86 @@ def _chain_classes(
     return parcel, node, ring, np.where(follows, index - 1, -1), index
 
 
-def _phases(roots: IntArray, ring: IntArray, members: int) -> int:
-    """In how many rounds of each turn of the ring parcels may come in: few, so that all slots start and end together."""
-    busiest = int(np.bincount(roots).max(initial=1))
-    turns = max(1, int(np.bincount(ring).max(initial=1)) // members)
-    return min(members, max(1, -(-busiest // max(1, int(turns * EASE)))))
-
-
 @dataclass(frozen=True)
 class _Line:
     root: IntArray
     ring: IntArray
+    group: IntArray
     previous: IntArray
     order: IntArray
 
 
-def _first_fit(line: _Line, members: int, phases: int) -> tuple[IntArray, IntArray]:
-    """Each turn takes the first open injection; sets of times are the bits of integers. Returns heads and rounds."""
+def _phases(line: _Line, lengths: Sequence[int]) -> list[int]:
+    """For each group, in how many rounds of a turn of its rings parcels may come in: few, so that all end together."""
+    busiest = int(np.bincount(line.root[line.previous < 0]).max(initial=1))
+    longest = int(np.bincount(line.ring).max(initial=1))
+    found = []
+    for length in lengths:
+        open_to_each = max(1, int(longest / length * EASE))
+        found.append(min(length, max(1, -(-busiest // open_to_each))))
+    return found
+
+
+def _first_fit(line: _Line, lengths: Sequence[int]) -> tuple[IntArray, IntArray]:
+    """Each turn takes the first open injection; sets of rounds are the bits of integers. Returns heads and rounds."""
     sender: dict[int, int] = {}
-    calendar = _Calendar(members, phases)
+    calendars = [_Calendar(length, phases) for length, phases in zip(lengths, _phases(line, lengths), strict=True)]
     head, when = np.zeros((2, len(line.ring)), dtype=np.int64)
-    roots, rings, before = line.root.tolist(), line.ring.tolist(), line.previous.tolist()
+    roots, rings, groups, before = (x.tolist() for x in (line.root, line.ring, line.group, line.previous))
     for turn in line.order.tolist():
-        ring, fed_by = rings[turn], before[turn]
+        ring, fed_by, calendar = rings[turn], before[turn], calendars[groups[turn]]
         if fed_by < 0:
-            time = calendar.first_free(ring, sender.get(roots[turn], 0))
-            sender[roots[turn]] = sender.get(roots[turn], 0) | 1 << time
+            round_ = calendar.first_free(ring, sender.get(roots[turn], 0))
+            sender[roots[turn]] = sender.get(roots[turn], 0) | 1 << round_
         else:
-            time = calendar.first_after(ring, int(when[fed_by]), int(head[fed_by]))
-        when[turn], head[turn] = calendar.take(ring, time)
+            round_ = calendar.first_after(ring, int(when[fed_by]), int(head[fed_by]))
+        when[turn], head[turn] = round_, calendar.take(ring, round_)
     return head, when
 
 
 class _Calendar:
-    """Injections of all rings. Time t stands for round (t // phases) * members + t % phases."""
+    """Injections into all rings of one length: in rounds whose number modulo the length is below `phases`."""
 
-    def __init__(self, members: int, phases: int) -> None:
-        self._members, self._phases = members, phases
-        self._first_slot = [phase * members // phases for phase in range(phases + 1)]
+    def __init__(self, length: int, phases: int) -> None:
+        self._length = length
+        self._first_slot = [phase * length // phases for phase in range(phases + 1)]
+        self._turn = (1 << phases) - 1
+        self._open = 0
+        self._horizon = 0
         self._full: dict[int, int] = {}
         self._taken: dict[tuple[int, int], int] = {}
 
     def first_free(self, ring: int, busy: int) -> int:
-        """The first time at which the ring has an open slot and that is not in the set `busy`."""
+        """The first round in which the ring has an open slot and that is not in the set `busy`."""
         busy |= self._full.get(ring, 0)
-        return (~busy & (busy + 1)).bit_length() - 1
+        while not (free := self._open & ~busy):
+            self._extend()
+        return (free & -free).bit_length() - 1
+
+    def _extend(self) -> None:
+        for _ in range(64):
+            self._open |= self._turn << self._horizon
+            self._horizon += self._length
 
     def first_after(self, ring: int, round_: int, head: int) -> int:
-        """The first time whose head has got the parcel that another ring's `head` takes in at `round_`."""
-        cycle, phase = divmod(round_ + 1, self._members)
-        busy = (1 << (cycle * self._phases + min(phase, self._phases))) - 1
+        """The first round whose head has got the parcel that another ring's `head` takes in at `round_`."""
+        busy = (1 << (round_ + 1)) - 1
         while True:
-            time = self.first_free(ring, busy)
-            start, member = self._at(ring, time)
-            if start > round_ + (member - head) % self._members:
-                return time
-            busy |= 1 << time
+            found = self.first_free(ring, busy)
+            if found > round_ + (self._head(ring, found) - head) % self._length:
+                return found
+            busy |= 1 << found
 
-    def take(self, ring: int, time: int) -> tuple[int, int]:
-        """Round and head of the ring's next slot at that time."""
-        found = self._at(ring, time)
-        index = self._taken.get((ring, time), 0) + 1
-        self._taken[ring, time] = index
-        phase = time % self._phases
+    def take(self, ring: int, round_: int) -> int:
+        """Head of the ring's next slot in that round."""
+        found = self._head(ring, round_)
+        index = self._taken.get((ring, round_), 0) + 1
+        self._taken[ring, round_] = index
+        phase = round_ % self._length
         if self._first_slot[phase] + index == self._first_slot[phase + 1]:
-            self._full[ring] = self._full.get(ring, 0) | 1 << time
+            self._full[ring] = self._full.get(ring, 0) | 1 << round_
         return found
 
-    def _at(self, ring: int, time: int) -> tuple[int, int]:
-        cycle, phase = divmod(time, self._phases)
-        slot = self._first_slot[phase] + self._taken.get((ring, time), 0)
-        return cycle * self._members + phase, (slot + phase) % self._members
+    def _head(self, ring: int, round_: int) -> int:
+        phase = round_ % self._length
+        return (self._first_slot[phase] + self._taken.get((ring, round_), 0) + phase) % self._length

@@ -1,11 +1,12 @@
 """Templates: every weight of a model once, with the boxes in which either side cuts it.
 
-Flows in: the table of a family and two layouts. Flows out: `Signatures`, in which layers of equal shape and the experts
-of a layer share one template: nothing here grows with parameters times ranks. Invariant: boxes are rows and columns
-(a vector is one row), and each piece says where in the rank's parameter its box lies.
+Flows in: the table of a family in the form that the engine holds, two layouts. Flows out: `Signatures`, in which layers
+of equal shape and the experts of a layer share one template: nothing here grows with parameters times ranks.
+Invariant: boxes are rows and columns (a vector is one row), and each piece says where in the rank's parameter its box
+lies.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from slimerl.resharding.coverage import CoverageError
+from slimerl.resharding.families.scales import BlockScales, scale_name
 from slimerl.resharding.families.table import Block, Rule, Table, Weight
-from slimerl.resharding.layouts import Axis, Layout, Part
-from slimerl.resharding.planner.wire import WireFormat
+from slimerl.resharding.layouts import Axis, ExpertLocation, Layout, Part
+from slimerl.resharding.planner.units import blocks_of, norm_unit
 from slimerl.resharding.tensors import LogicalTensor
 
 IntArray = NDArray[np.int64]
@@ -38,20 +40,25 @@ class Parameter:
     """Template with `{layer}` and `{expert}`, both as the rank counts them."""
     axis: Axis
     extent: Extent
-    """Of one rank; of one expert, where it has experts."""
+    """Of one rank; of one slice, where it is stacked."""
     experts: int
+    """0: the rank holds it whatever its experts."""
+    location: ExpertLocation
     stacked: bool
-    """The rank's experts are slices of one parameter, not parameters of their own."""
+    """A slice for each of the rank's experts, in their order."""
+    behind: int
+    """Not those slices but the one behind them; the number of experts in the model, 0: no."""
     itemsize: int
-    scale: bool
-    """Block scales: for the trainer not a stored parameter but what its quantiser makes of one."""
+    """Of the destination, and of what is sent."""
     padding: IntArray
     """Rows (part, row, rows) that belong to no tensor."""
+    scales: bool = False
+    """Trainer: not stored, but what its quantiser makes of the parameter; rows and columns count blocks."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """One weight of every unit in `units` (0: before the layers, 1 to n: the layers, n + 1: behind them)."""
+    """One weight of every unit in `units`."""
 
     name: str
     extent: Extent
@@ -60,6 +67,7 @@ class Template:
     units: tuple[int, ...]
     experts: int
     """0: no experts."""
+    location: ExpertLocation
     train: IntArray
     engine: IntArray
 
@@ -68,7 +76,8 @@ class Template:
 class Signatures:
     """All that a plan needs to know of a model under two layouts."""
 
-    units: int
+    layers: int
+    prediction: bool
     templates: tuple[Template, ...]
     train_parameters: tuple[Parameter, ...]
     engine_parameters: tuple[Parameter, ...]
@@ -81,61 +90,69 @@ class Signatures:
         )
 
 
-def signatures(table: Table, train: Layout, engine: Layout, wire: WireFormat, transformer_engine: bool) -> Signatures:
+def signatures(
+    table: Table,
+    train: Layout,
+    engine: Layout,
+    dtype: torch.dtype,
+    scales: BlockScales | None,
+    transformer_engine: bool = False,
+) -> Signatures:
     """The templates of a model.
+
+    `table`: as the engine holds it, with scales where it is quantised. `dtype`: of weights without one of their own.
 
     Raises:
         CoverageError: a weight that one of the sides does not place, or boxes of more than two dimensions.
         LayoutError: the model cannot be cut as a layout asks.
     """
-    sides = (_Side(train, wire, transformer_engine), _Side(engine, wire, False))
+    sender = _Side(train, "trainer", dtype, scales, transformer_engine)
+    receiver = _Side(engine, "engine", dtype)
     templates: list[Template] = []
-    for block, units in _blocks(table):
-        placed = [side.place(block, rules) for side, rules in zip(sides, (block.megatron, block.engine), strict=True)]
+    for block, units in blocks_of(table):
+        senders = sender.place(block, block.megatron)
+        takers = receiver.place(block, block.engine)
         for weight in block.weights:
-            for scale in (False, True) if wire.is_quantised(weight) else (False,):
-                pieces = [_pieces_of(found, weight, scale, what) for found, what in zip(placed, _SIDES, strict=True)]
-                templates.append(_template(weight, units, scale, wire, pieces))
-    return Signatures(len(table.layers) + 2, tuple(templates), tuple(sides[0].parameters), tuple(sides[1].parameters))
+            train_pieces, engine_pieces = sender.pieces_of(senders, weight), receiver.pieces_of(takers, weight)
+            first = receiver.parameters[int(engine_pieces[0, PARAMETER])]
+            found = (norm_unit(len(table.layers)),) if weight.name in senders.after_layers else units
+            templates.append(
+                Template(weight.name, extent_of(weight.shape), (weight.dtype or dtype).itemsize, found,
+                         weight.experts, first.location, train_pieces, engine_pieces)
+            )  # fmt: skip
+    return Signatures(
+        len(table.layers),
+        table.prediction is not None,
+        tuple(templates),
+        tuple(sender.parameters),
+        tuple(receiver.parameters),
+    )
 
 
-_SIDES = ("trainer", "engine")
-
-
-def _blocks(table: Table) -> Iterator[tuple[Block, tuple[int, ...]]]:
-    """Each distinct block with the units that share it."""
-    yield table.first, (0,)
-    shared: dict[int, list[int]] = {}
-    for layer, block in enumerate(table.layers):
-        shared.setdefault(id(block), []).append(layer + 1)
-    for units in shared.values():
-        yield table.layers[units[0] - 1], tuple(units)
-    yield table.last, (len(table.layers) + 1,)
-
-
-def _template(weight: Weight, units: tuple[int, ...], scale: bool, wire: WireFormat, pieces: list[IntArray]) -> Template:
-    extent = _extent(weight.shape)
-    if scale:
-        extent = Extent(wire.blocks(extent.rows), wire.blocks(extent.columns))
-    name = wire.scale_name(weight.name) if scale else weight.name
-    return Template(name, extent, wire.itemsize(weight, scale), units, weight.experts, pieces[0], pieces[1])
-
-
-def _pieces_of(found: "_Placed", weight: Weight, scale: bool, side: str) -> IntArray:
-    rows = found.get((weight.name, scale))
-    if not rows:
-        raise CoverageError(f"{weight.name}: the table does not place it on the {side}'s side")
-    return np.array(rows, dtype=np.int64)
-
-
-_Placed = dict[tuple[str, bool], list[tuple[int, ...]]]
-
-
-def _extent(shape: Sequence[int]) -> Extent:
+def extent_of(shape: Sequence[int]) -> Extent:
+    """Raises CoverageError for more than two dimensions."""
     if len(shape) > 2:
         raise CoverageError(f"a tensor of shape {tuple(shape)} has more than rows and columns")
     rows, columns = (1, *shape)[-2:] if shape else (1, 1)
     return Extent(rows, columns)
+
+
+_Row = tuple[int, ...]
+
+
+class _Solution(NamedTuple):
+    """Of one rule, for all parts."""
+
+    pieces: list[list[_Row]]
+    """For each source, rows of pieces without the parameter's number."""
+    extent: Extent
+    padding: list[_Row]
+
+
+@dataclass
+class _Placed:
+    pieces: dict[str, list[_Row]] = field(default_factory=dict)
+    after_layers: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -143,83 +160,95 @@ class _Side:
     """Solves the rules of one side; equal cuts of equal shapes along one axis are solved once."""
 
     layout: Layout
-    wire: WireFormat
-    transformer_engine: bool
+    what: str
+    dtype: torch.dtype
+    scales: BlockScales | None = None
+    """Trainer: what its quantiser makes of the weights."""
+    transformer_engine: bool = False
     parameters: list[Parameter] = field(default_factory=list)
-    _solved: dict[tuple[object, ...], tuple[list[list[tuple[int, ...]]], Extent, list[tuple[int, ...]]]] = field(
-        default_factory=dict
-    )
+    _solved: dict[tuple[object, ...], _Solution] = field(default_factory=dict)
 
     def place(self, block: Block, rules: Sequence[Rule]) -> _Placed:
         """Pieces of every weight of the block; a source of another block (a tied head) is that block's own."""
         weights = {weight.name: weight for weight in block.weights}
-        placed: _Placed = {}
+        placed = _Placed()
         for rule in rules:
             if any(name not in weights for name in rule.sources):
                 continue
-            sources = [weights[name] for name in rule.sources]
-            for scale in (False, True) if self.wire.is_quantised(sources[0]) else (False,):
-                pieces, extent, padding = self._solve(rule, sources, scale)
-                number = len(self.parameters)
-                self.parameters.append(self._parameter(rule, sources[0], scale, extent, padding))
-                for source, rows in zip(sources, pieces, strict=True):
-                    placed.setdefault((source.name, scale), []).extend((number, *row) for row in rows)
+            if rule.fused is not None and self.layout.fused_shared_experts:
+                rule = rule.fused
+            if rule.after_layers:
+                placed.after_layers.update(rule.sources)
+            self._add(rule, [weights[name] for name in rule.sources], placed, False)
+            if self.scales is not None and all(scale_name(name) in weights for name in rule.sources):
+                self._add(rule, [weights[name] for name in rule.sources], placed, True)
         return placed
 
-    def _parameter(
-        self, rule: Rule, source: Weight, scale: bool, extent: Extent, padding: list[tuple[int, ...]]
-    ) -> Parameter:
-        name = rule.transformer_engine if self.transformer_engine and rule.transformer_engine else rule.parameter
-        return Parameter(
-            self.wire.scale_name(name) if scale else name,
-            rule.axis,
-            extent,
-            rule.experts,
-            rule.stacked,
-            self.wire.itemsize(source, scale),
-            scale,
-            np.array(padding, dtype=np.int64).reshape(-1, 3),
-        )
+    def pieces_of(self, placed: _Placed, weight: Weight) -> IntArray:
+        rows = placed.pieces.get(weight.name)
+        if not rows:
+            raise CoverageError(f"{weight.name}: the table does not place it on the {self.what}'s side")
+        return np.array(rows, dtype=np.int64)
 
-    def _solve(
-        self, rule: Rule, sources: Sequence[Weight], scale: bool
-    ) -> tuple[list[list[tuple[int, ...]]], Extent, list[tuple[int, ...]]]:
-        key = (rule.cut, rule.axis, tuple(source.shape for source in sources), scale)
+    def _add(self, rule: Rule, sources: Sequence[Weight], placed: _Placed, scaled: bool) -> None:
+        solution = self._solve(rule, sources, scaled)
+        number = len(self.parameters)
+        dtype = torch.float32 if scaled else sources[0].dtype or self.dtype
+        name = rule.transformer_engine if self.transformer_engine and rule.transformer_engine else rule.parameter
+        self.parameters.append(
+            Parameter(
+                name,
+                rule.axis,
+                solution.extent,
+                0 if rule.behind else rule.experts,
+                rule.location,
+                rule.stacked,
+                rule.experts if rule.behind else 0,
+                dtype.itemsize,
+                np.array(solution.padding, dtype=np.int64).reshape(-1, 3),
+                scaled,
+            )
+        )
+        for source, rows in zip(sources, solution.pieces, strict=True):
+            target = scale_name(source.name) if scaled else source.name
+            placed.pieces.setdefault(target, []).extend((number, *row) for row in rows)
+
+    def _solve(self, rule: Rule, sources: Sequence[Weight], scaled: bool) -> _Solution:
+        key = (rule.cut, rule.axis, tuple(source.shape for source in sources), scaled)
         if key not in self._solved:
             # Numbers stand for the names, so that rules with other names share the solution.
             tensors = [LogicalTensor(str(i), source.shape, torch.uint8) for i, source in enumerate(sources)]
-            pieces: list[list[tuple[int, ...]]] = [[] for _ in sources]
-            padding: list[tuple[int, ...]] = []
+            pieces: list[list[_Row]] = [[] for _ in sources]
+            padding: list[_Row] = []
             extent = Extent(0, 0)
-            for part in range(self.layout.part(0, rule.axis).of):
-                shard = rule.cut.shard(tensors, Part(part, self.layout.part(0, rule.axis).of), self.layout)
-                rows = [(p.tensor, p.box.starts, p.box.stops, p.at.starts) for p in shard.pieces]
-                extent = self._collect(part, rows, scale, pieces, padding, _extent(shard.shape))
-            self._solved[key] = pieces, extent, padding
+            parts = self.layout.part(0, rule.axis).of
+            for part in range(parts):
+                shard = rule.cut.shard(tensors, Part(part, parts), self.layout)
+                extent = extent_of(shard.shape)
+                for piece in shard.pieces:
+                    row = _rows_and_columns(part, (piece.box.starts, piece.box.stops, piece.at.starts))
+                    if not piece.tensor:
+                        padding.append((part, row[5], row[2] - row[1]))
+                    elif scaled:
+                        pieces[int(piece.tensor)].append(self._in_blocks(row))
+                    else:
+                        pieces[int(piece.tensor)].append(row)
+            self._solved[key] = _Solution(pieces, extent, padding)
         return self._solved[key]
 
-    def _collect(
-        self,
-        part: int,
-        rows: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
-        scale: bool,
-        pieces: list[list[tuple[int, ...]]],
-        padding: list[tuple[int, ...]],
-        extent: Extent,
-    ) -> Extent:
-        """Append the pieces of one part; returns the extent of its parameter."""
-        used_rows = 0
-        for tensor, starts, stops, at in rows:
-            two = [(0, *values)[-2:] for values in (starts, stops, at)] if len(starts) < 2 else [starts, stops, at]
-            (row, column), (row_stop, column_stop), (at_row, at_column) = two
-            row_stop = max(row_stop, 1) if len(starts) < 2 else row_stop
-            if scale:
-                row, row_stop = self.wire.block_range(row, row_stop)
-                column, column_stop = self.wire.block_range(column, column_stop)
-                at_row, at_column = used_rows, self.wire.blocks(at_column)
-                used_rows += row_stop - row
-            if tensor:
-                pieces[int(tensor)].append((part, row, row_stop, column, column_stop, at_row, at_column))
-            else:
-                padding.append((part, at_row, row_stop - row))
-        return Extent(used_rows, self.wire.blocks(extent.columns)) if scale else extent
+    def _in_blocks(self, row: _Row) -> _Row:
+        """The blocks that begin in a piece: one that straddles two pieces belongs to where it begins.
+
+        Where in its parameter a rank has them is for its quantiser to say; here it is the number of the tensor's block.
+        """
+        assert self.scales is not None
+        top, bottom, left, right = map(self.scales.blocks, row[1:5])
+        return row[0], top, bottom, left, right, top, left
+
+
+def _rows_and_columns(part: int, spans: tuple[tuple[int, ...], ...]) -> _Row:
+    starts, stops, at = spans
+    if len(starts) == 2:
+        return part, starts[0], stops[0], starts[1], stops[1], at[0], at[1]
+    ((start, stop, place),) = zip(starts, stops, at, strict=True)
+    return part, 0, 1, start, stop, 0, place

@@ -77,23 +77,27 @@ class Nodes:
     nic: NDArray[np.int64]
     """[members, classes, slots]: a NIC's number, -1 where the GPU is absent or its replica dead.
 
-    The members of one class hold the same shards and form one ring.
+    The members of one class hold the same shards.
     """
     entry: NDArray[np.int64] = field(repr=False)
     """As `nic`, but an absent GPU's data enters by the NIC of a present one."""
+    rings: tuple[NDArray[np.int64], ...]
+    """The members in groups of about equal size; each group gets a copy of its own from the trainer."""
 
     @property
     def members(self) -> int:
         return int(self.nic.shape[0])
 
 
-def engine_nodes(topology: Topology) -> Nodes:
-    """All nodes with a living replica."""
+def engine_nodes(topology: Topology, rings: int = 1) -> Nodes:
+    """All nodes with a living replica, in `rings` rings (fewer where there are not as many nodes)."""
     copies, per_replica = topology.copies_per_node, topology.engine_ranks
     members = -(-topology.replicas // copies)
     numbers = topology.trainer_ranks + np.arange(members * copies * per_replica)
     nic = numbers.reshape(members * copies, per_replica)
-    absent = [replica for replica in range(members * copies) if replica >= topology.replicas or replica in topology.dead]
+    absent = [
+        replica for replica in range(members * copies) if replica >= topology.replicas or replica in topology.dead
+    ]
     nic[absent] = -1
     nic = nic.reshape(members, topology.classes, topology.slots)
     nic = nic[(nic >= 0).any(axis=(1, 2))]
@@ -101,4 +105,4 @@ def engine_nodes(topology: Topology) -> Nodes:
     for member, node, slot in zip(*np.nonzero(nic < 0), strict=True):
         present = nic[member, node][nic[member, node] >= 0]
         entry[member, node, slot] = present[slot % len(present)]
-    return Nodes(nic, entry)
+    return Nodes(nic, entry, tuple(np.array_split(np.arange(len(nic)), min(rings, len(nic)))))

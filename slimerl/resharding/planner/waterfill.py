@@ -63,11 +63,9 @@ def _disjoint_layers(owners: BoolArray) -> list[IntArray]:
     taken: list[int] = []
     labels: list[IntArray] = []
     for index in order:
-        for layer, used in enumerate(taken):
-            if not used & masks[index]:
-                break
-        else:
-            layer = len(taken)
+        open_ = (layer for layer, used in enumerate(taken) if not used & masks[index])
+        layer = next(open_, len(taken))
+        if layer == len(taken):
             taken.append(0)
             labels.append(np.full(owners.shape[1], -1, dtype=np.int64))
         taken[layer] |= masks[index]

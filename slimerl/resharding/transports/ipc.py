@@ -116,6 +116,11 @@ class IpcCarrier:
         message = {"op": "load", "bucket": slot.memory.address, "tag": tag.hex(), "entries": entries}
         slot.pending = self._fleet.start(lambda client: self._ask(client, lambda _rank: message))
 
+    def wait(self) -> None:
+        """Until every engine has loaded all that was sent. Raises NoEngineLeft when all have failed."""
+        for slot in self._slots:
+            self._wait_for(slot)
+
     def verify(
         self, version: int, placements: Sequence[Sequence[Placement]], granules: Mapping[str, int]
     ) -> dict[str, list[dict[str, int]]]:
@@ -131,8 +136,7 @@ class IpcCarrier:
         """
         if unsent := {place.tensor for rank in placements for place in rank if place.tensor} - self._shapes.keys():
             raise NothingSent(f"version {version}: tensors of the plan were never sent: {some_names(unsent)}")
-        for slot in self._slots:
-            self._wait_for(slot)
+        self.wait()
         wire = [[self._wire(placement, granules) for placement in rank] for rank in placements]
         reports = self._ask_all(lambda rank: {"op": "verify", "version": version, "placements": wire[rank]})
         return {engine_id: [report["digests"] for report in ranks] for engine_id, ranks in reports.items()}

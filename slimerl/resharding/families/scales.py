@@ -1,0 +1,160 @@
+"""Block scales: the FP8 form of a table, in which matrices are FP8 and bring one fp32 scale for each square block.
+
+Flows in: `quantization_config` of a config.json, a table. Flows out: the table that the engine holds.
+Invariant: a scale lies wherever its block lies; the boxes of `X.weight_scale_inv` are those of `X.weight` divided by
+the block, and data and scale travel together.
+
+Only the engine's rules change: a trainer keeps its own dtype and makes data and scales when it sends.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from slimerl.resharding.boxes import Box
+from slimerl.resharding.families.blocks import ConfigError
+from slimerl.resharding.families.cuts import Cut, Piece, Shard
+from slimerl.resharding.families.table import Block, Rule, Table, Weight
+from slimerl.resharding.layouts import Layout, LayoutError, Part
+from slimerl.resharding.tensors import LogicalTensor
+
+_SUFFIX = "_scale_inv"
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """FP8 (e4m3) in blocks of `block` x `block`, as in DeepSeek's checkpoints."""
+
+    block: int = 128
+    ignored: tuple[str, ...] = ()
+    """Modules that stay unquantised although their kind is not; `model.layers.3` means all below it."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "BlockScales | None":
+        """As `config.json` says; None where the model is not quantised. Raises ConfigError for another format."""
+        stated = config.get("quantization_config")
+        if stated is None:
+            return None
+        size = stated.get("weight_block_size")
+        if stated.get("quant_method") != "fp8" or not isinstance(size, list) or len(set(size)) != 1 or len(size) != 2:
+            raise ConfigError(
+                f"config.json: quantization_config = {dict(stated)!r} is not FP8 in square blocks; "
+                "serve an unquantised checkpoint, or one with quant_method fp8 and weight_block_size [128, 128]"
+            )
+        ignored = stated.get("ignored_layers") or stated.get("modules_to_not_convert") or ()
+        return cls(int(size[0]), tuple(ignored))
+
+    def blocks(self, size: int) -> int:
+        """Blocks that `size` rows or columns need."""
+        return -(-size // self.block)
+
+    def quantises(self, weight: Weight, layer: int) -> bool:
+        if not weight.quantised:
+            return False
+        # A part of a name is not enough: layers.1 is no prefix of layers.10.
+        module = weight.name.format(layer=layer, expert=0) + "."
+        return not any(module.startswith(f"{name}.") for name in self.ignored)
+
+
+def scale_name(name: str) -> str:
+    """Of a weight or of a parameter: `X.weight` has `X.weight_scale_inv`, `w13_weight` has `w13_weight_scale_inv`."""
+    return f"{name}{_SUFFIX}"
+
+
+def with_scales(table: Table, scales: BlockScales) -> Table:
+    """The table of the quantised model. Layers that shared a block share one again.
+
+    Raises:
+        ConfigError: only some of the weights that the engine fuses are ignored.
+    """
+    made: dict[tuple[int, tuple[bool, ...]], Block] = {}
+
+    def quantised(block: Block, layer: int) -> Block:
+        chosen = tuple(scales.quantises(weight, layer) for weight in block.weights)
+        key = id(block), chosen
+        if key not in made:
+            names = {weight.name for weight, taken in zip(block.weights, chosen, strict=True) if taken}
+            made[key] = _quantised(block, names, scales)
+        return made[key]
+
+    return replace(
+        table,
+        first=quantised(table.first, 0),
+        layers=tuple(quantised(block, layer) for layer, block in enumerate(table.layers)),
+        last=quantised(table.last, 0),
+        prediction=None if table.prediction is None else quantised(table.prediction, len(table.layers)),
+    )
+
+
+def _quantised(block: Block, names: set[str], scales: BlockScales) -> Block:
+    weights: list[Weight] = []
+    shapes = {weight.name: weight.shape for weight in block.weights}
+    for weight in block.weights:
+        if weight.name not in names:
+            weights.append(weight)
+            continue
+        weights.append(replace(weight, dtype=torch.float8_e4m3fn))
+        shape = tuple(map(scales.blocks, weight.shape))
+        weights.append(Weight(scale_name(weight.name), shape, torch.float32, weight.experts))
+    rules: list[Rule] = []
+    for rule in block.engine:
+        rules.append(rule)
+        taken = [name in names for name in rule.sources]
+        if any(taken):
+            if not all(taken):
+                raise ConfigError(
+                    f"config.json: quantization_config leaves out some of {', '.join(rule.sources)}, which the engine "
+                    f"holds in one parameter {rule.parameter}; leave out all of them or none"
+                )
+            rules.append(_scale_rule(rule, shapes, scales))
+    return Block(tuple(weights), block.megatron, tuple(rules))
+
+
+def _scale_rule(rule: Rule, shapes: Mapping[str, tuple[int, ...]], scales: BlockScales) -> Rule:
+    return replace(
+        rule,
+        parameter=scale_name(rule.parameter),
+        sources=tuple(map(scale_name, rule.sources)),
+        cut=ScaleCut(rule.cut, tuple(shapes[name] for name in rule.sources), scales),
+        fused=None if rule.fused is None else _scale_rule(rule.fused, shapes, scales),
+    )
+
+
+@dataclass(frozen=True)
+class ScaleCut:
+    """The data's cut, in blocks. The engine refuses shards that end inside a block, and so does this."""
+
+    data: Cut
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the data that the sources scale."""
+    scales: BlockScales
+
+    def shard(self, sources: Sequence[LogicalTensor], part: Part, layout: Layout) -> Shard:
+        data = [
+            LogicalTensor(source.name, shape, torch.float8_e4m3fn)
+            for source, shape in zip(sources, self.shapes, strict=True)
+        ]
+        shape_of = dict(zip((source.name for source in sources), self.shapes, strict=True))
+        shard = self.data.shard(data, part, layout)
+        pieces = tuple(self._in_blocks(piece, shape_of[piece.tensor], part) for piece in shard.pieces)
+        return Shard(tuple(map(self.scales.blocks, shard.shape)), pieces)
+
+    def _in_blocks(self, piece: Piece, shape: tuple[int, ...], part: Part) -> Piece:
+        block = self.scales.block
+        whole = all(
+            start % block == 0 and (stop % block == 0 or stop == size)
+            for start, stop, size in zip(piece.box.starts, piece.box.stops, shape, strict=True)
+        )
+        if not whole or any(start % block for start in piece.at.starts):
+            raise LayoutError(
+                f"{piece.tensor.removesuffix(_SUFFIX)}: part {part.number} of {part.of} is {piece.box.shape}, and FP8 "
+                f"scales need shards of whole blocks of {block}; cut it over fewer ranks (replicated_dense, "
+                "replicated_shared, more expert parallelism, data_attention)"
+            )
+        return Piece(self._divided(piece.at), piece.tensor, self._divided(piece.box))
+
+    def _divided(self, box: Box) -> Box:
+        starts = tuple(start // self.scales.block for start in box.starts)
+        return Box(starts, tuple(map(self.scales.blocks, box.stops)))

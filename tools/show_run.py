@@ -1,0 +1,32 @@
+"""What a run recorded: held-out accuracy before and after, seconds per step by phase, the accuracy's curve."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from slimerl.telemetry import read_records
+from slimerl.telemetry.curve import text_curve
+from slimerl.telemetry.report import final_table
+from slimerl.telemetry.run_log import METRICS_FILE
+
+
+def main(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run, e.g. runs/quickstart.")],
+    metric: Annotated[str, typer.Option(help="Which metric to draw; a value between 0 and 1.")] = "rollout/accuracy",
+) -> None:
+    """Print the table and the curve of RUN_DIR."""
+    console = Console(width=100)
+    drawn = [record for record in read_records(run_dir / METRICS_FILE) if metric in record]
+    if not drawn:
+        raise typer.BadParameter(f"{run_dir / METRICS_FILE} has no '{metric}'; has the run taken a step?")
+    console.print(final_table(run_dir, run_dir.name))
+    evaluated = [record for record in read_records(run_dir / METRICS_FILE) if "eval/accuracy" in record]
+    points = "  ".join(f"{record['step']}: {record['eval/accuracy']:.1%}" for record in evaluated)
+    console.print(f"held-out accuracy by step  {points}\n{metric}")
+    console.print(text_curve([record["step"] for record in drawn], [record[metric] for record in drawn]))
+
+
+if __name__ == "__main__":
+    typer.run(main)
