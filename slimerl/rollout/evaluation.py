@@ -83,9 +83,9 @@ class Evaluation:
         tasks = [asyncio.ensure_future(self._answer(prompt)) for prompt in self.prompts]
         deadline = Deadline(f"the evaluation at step {request.step}", request.timeout_s)
         try:
-            _, pending = await asyncio.wait(tasks, timeout=deadline.remaining_s)
-            if pending:
+            while pending := [task for task in tasks if not task.done()]:
                 deadline.check(f"{len(tasks) - len(pending)} of {len(tasks)} prompts done")
+                await asyncio.wait(pending, timeout=deadline.remaining_s)
             return [task.result() for task in tasks]
         finally:
             for task in tasks:

@@ -148,13 +148,23 @@ class ControlService:
         return _answer(self.router.engines())
 
     async def _register(self, request: web.Request) -> web.Response:
-        """Answers with the engine as it is kept: JOINING."""
+        """Answers with the engine as it is kept: JOINING, or as before where its first answer was lost."""
         engine = await _message(request, EngineInfo)
+        if self._is_known(engine):
+            return _answer(self.router.engine(engine.engine_id))
         self.clients.add(engine)
         self.router.join(engine)
         logger.info("engine %s registered at %s", engine.engine_id, engine.url)
         self.weights.joined()
         return _answer(self.router.engine(engine.engine_id))
+
+    def _is_known(self, engine: EngineInfo) -> bool:
+        """Is it this very server that has registered before? The key is new with every start of a server."""
+        return any(
+            (known.engine_id, known.url, known.admin_key) == (engine.engine_id, engine.url, engine.admin_key)
+            and known.state is not EngineState.DEAD
+            for known in self.router.engines()
+        )
 
     async def _hold(self, request: web.Request) -> web.Response:
         return _answer(await self.weights.hold(await _message(request, HoldRequest)))

@@ -229,6 +229,7 @@ def test_a_run_from_the_first_sync_to_the_shutdown(files, start):
         workers = role.workers()
         await ask_wrongly(files, client)
         await sync(client, engines, 0)
+        await register(engines[0].info, files.run_dir, Deadline("a repeated registration", 10.0))
         before = await asyncio.to_thread(client.evaluate, 0, 20.0)
         assert (before.version, before.prompts + before.failures) == (0, 5)
         assert before.failures == 0

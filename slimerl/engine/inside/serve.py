@@ -76,7 +76,8 @@ def main(argv: list[str]) -> None:
     key = os.environ.pop(KEY_VARIABLE)
     load_plugins()
     # Both keys: with the admin key alone /server_info stays open, and it shows every argument, keys included.
-    server_args = prepare_server_args([*argv[2:], "--api-key", key, "--admin-api-key", key])
+    # Written with "=": a key may begin with a minus, which argparse would take for an option.
+    server_args = prepare_server_args([*argv[2:], f"--api-key={key}", f"--admin-api-key={key}"])
     try:
         run_server(server_args)
     finally:

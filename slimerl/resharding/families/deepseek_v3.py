@@ -17,7 +17,8 @@ DENSE_LAYERS, SHARED_EXPERTS = 3, 1
 
 
 def _table(config: Mapping[str, Any]) -> Table:
-    size, latent = blocks.read_dimensions(config), read_latent_sizes(config)
+    latent = read_latent_sizes(config)
+    size = blocks.read_dimensions(config, head_dim=latent.nope + latent.rope)
     blocks.refuse(
         config,
         str(config["model_type"]),

@@ -1,23 +1,18 @@
 """Making a plan, step by step.
 
-Flows in: family, config, layouts, topology, options. Flows out: a checked `Plan`. Invariant: the plan depends on the
-inputs alone, so that every rank that makes it has the same; the parcels do not depend on which replicas live, so that
-a sync that lost an engine goes on with the parcels already delivered.
+Flows in: a `SyncShape`. Flows out: a checked `Plan`. Invariant: the plan depends on the shape alone; without an engine
+(`without`) it keeps its parcels, so that a sync goes on from what the other engines already have.
 """
 
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
-import torch
 
 from slimerl.resharding.families import family_of
-from slimerl.resharding.families.family import PLAIN, Form
-from slimerl.resharding.layouts import EngineLayout, MegatronLayout, ModuleNames
-from slimerl.resharding.planner.atoms import spell_out
+from slimerl.resharding.layouts import ModuleNames
+from slimerl.resharding.planner.atoms import Atoms, spell_out
+from slimerl.resharding.planner.bounds import Bounds, fan_out_bound, ingress_bound
 from slimerl.resharding.planner.cover import check_cover
 from slimerl.resharding.planner.entries import choose_entries, slot_speeds
 from slimerl.resharding.planner.parcels import (
@@ -34,66 +29,10 @@ from slimerl.resharding.planner.plan import Plan, Template, spell_operations
 from slimerl.resharding.planner.ranks import rank_table, some
 from slimerl.resharding.planner.records import refine
 from slimerl.resharding.planner.rings import finer_at_the_end, schedule
-from slimerl.resharding.planner.templates import Signatures, signatures
-from slimerl.resharding.planner.topology import Topology, engine_nodes
-from slimerl.resharding.planner.waterfill import Level, level
-
-REVISION = 1
-"""Part of every key: raise it when equal inputs give another plan."""
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """How finely a plan cuts."""
-
-    operations_per_nic: int = 720
-    """Sent and received together; the parcels are made as large as this asks."""
-    least_parcel_bytes: int = 1 << 20
-    """Below this an operation costs more than its bytes; smaller tensors are packed."""
-    most_parcel_bytes: int = 1 << 28
-    """Bounds the buffers of a rank: two parcels each way."""
-    granule_rows: int = 128
-    """A tensor is split at multiples of this many rows: a block of FP8."""
-    class_copies_below: float = 0.6
-    """The trainer sends a copy to each class of nodes while its NICs are busy for less than this part of the time."""
-    ring_copies_below: float = 0.3
-    """And one copy to each of several shorter rings below this: they fill and empty faster."""
-    shortest_ring: int = 4
-    windows: int = 1
-    """Groups of layers that arrive one after another: with more, less staging memory, but smaller parcels."""
-    last_turn_pieces: int = 4
-    """Parcels of the last turn are cut into this many."""
-
-
-@dataclass(frozen=True)
-class SyncShape:
-    """All that a plan depends on."""
-
-    config: Mapping[str, Any]
-    """config.json"""
-    train: MegatronLayout
-    engine: EngineLayout
-    topology: Topology
-    dtype: torch.dtype = torch.bfloat16
-    """Of weights that are not quantised and have no dtype of their own."""
-    form: Form = PLAIN
-    """As the engine holds the model: with FP8 scales, with the multi-token-prediction layer."""
-    options: PlanOptions = PlanOptions()
-
-    @property
-    def key(self) -> str:
-        """Digest of everything, living replicas and NIC speeds included."""
-        parts = (
-            REVISION,
-            sorted(self.config.items()),
-            self.train,
-            self.engine,
-            self.topology,
-            self.dtype,
-            self.form,
-            self.options,
-        )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+from slimerl.resharding.planner.shape import PlanOptions, SyncShape
+from slimerl.resharding.planner.templates import IntArray, Signatures, signatures
+from slimerl.resharding.planner.topology import engine_nodes
+from slimerl.resharding.planner.waterfill import FloatArray, Level, level
 
 
 def model_signatures(shape: SyncShape) -> Signatures:
@@ -117,24 +56,27 @@ def make_template(shape: SyncShape) -> Template:
     atoms = spell_out(model, records, train, engine, topology, options.granule_rows)
     speeds = topology.nic_speeds()
     nodes = engine_nodes(topology)
-    classes = some(atoms.demands, 2)
-    entering = np.bincount(atoms.demand, weights=atoms.nbytes, minlength=len(classes))
-    ingress_s = float((entering @ classes / slot_speeds(nodes, speeds).sum(axis=1)).max())
-    weight = classes.sum(axis=1)[atoms.demand]
-    levels: list[Level] = []
-    for copies in (weight, np.ones_like(weight)):
-        nbytes = np.bincount(atoms.owner, weights=atoms.nbytes * copies, minlength=len(atoms.owners)).astype(float)
-        levels.append(level(atoms.owners, nbytes, speeds[: train.ranks]))
-        if (weight == 1).all() or levels[0].seconds.max() <= options.class_copies_below * ingress_s:
-            break
-    relay_classes = len(levels) > 1
-    if relay_classes:
-        weight = np.ones_like(weight)
-    least = _least_stripe(options, float(levels[-1].seconds.max() * speeds.max()))
-    fragments = split_over_owners(atoms, train.place_in_stage, weight, levels[-1].shares, least)
-    copies = int(options.ring_copies_below * ingress_s / levels[-1].seconds.max())
+    bounds = Bounds(0.0, ingress_bound(atoms, slot_speeds(nodes, speeds)), fan_out_bound(atoms, topology))
+    classes = some(atoms.demands, 2).sum(axis=1)[atoms.demand]
+    levelled, weight = _level(atoms, np.ones_like(classes), speeds[: train.ranks])
+    bounds = replace(bounds, egress_s=levelled.bound_s)
+    relay_classes = False
+    if (classes > 1).any():
+        copied, _ = _level(atoms, classes, speeds[: train.ranks])
+        relay_classes = bool(copied.seconds.max() > options.class_copies_below * bounds.ingress_s)
+        if not relay_classes:
+            levelled, weight = copied, classes
+    slowest = float(levelled.seconds.max())
+    least = _least_stripe(options, slowest * float(speeds.max()))
+    fragments = split_over_owners(atoms, train.place_in_stage, weight, levelled.shares, least)
+    copies = int(options.ring_copies_below * bounds.ingress_s / slowest)
     rings = max(1, min(copies, nodes.members // options.shortest_ring))
-    return Template(model, train, engine, records, atoms, levels[-1], relay_classes, rings, fragments)
+    return Template(model, train, engine, records, atoms, bounds, relay_classes, rings, fragments)
+
+
+def _level(atoms: Atoms, copies: IntArray, speeds: FloatArray) -> tuple[Level, IntArray]:
+    nbytes = np.bincount(atoms.owner, weights=atoms.nbytes * copies, minlength=len(atoms.owners))
+    return level(atoms.owners, nbytes.astype(np.float64), speeds), copies
 
 
 def _least_stripe(options: PlanOptions, level_bytes: float) -> int:
@@ -143,7 +85,7 @@ def _least_stripe(options: PlanOptions, level_bytes: float) -> int:
 
 
 def make_plan(shape: SyncShape, template: Template | None = None) -> Plan:
-    """The whole plan, checked. `template`: of the same shape but for the living replicas, to save making it again.
+    """The whole plan, checked. `template`: that of this shape, where it has been made already.
 
     Raises as `make_template`, and CoverageError where the plan itself is wrong.
     """
@@ -159,7 +101,7 @@ def make_plan(shape: SyncShape, template: Template | None = None) -> Plan:
         slot = slot[part_of]
     turns = schedule(parcels, slot, nodes.rings, template.relay_classes)
     operations = spell_operations(parcels, turns, nodes)
-    plan = Plan(template, shape.topology, nodes, fragments, parcels, slot, turns, operations, shape.key)
+    plan = Plan(shape, template, nodes, fragments, parcels, slot, turns, operations)
     check_cover(plan)
     return plan
 
@@ -178,3 +120,18 @@ def _parcels(shape: SyncShape, template: Template, members: int) -> tuple[Fragme
         if fits:
             break
     return pack(template.fragments, atoms, keys, routes, size, least)
+
+
+def without(plan: Plan, dead: Iterable[int]) -> Plan:
+    """The plan of the same parcels for the other engines: rings are closed without the replicas `dead`.
+
+    Raises LayoutError where no engine is left.
+    """
+    gone = plan.shape.topology.dead | frozenset(dead)
+    shape = replace(plan.shape, topology=replace(plan.shape.topology, dead=gone))
+    nodes = engine_nodes(shape.topology, plan.template.rings)
+    turns = schedule(plan.parcels, plan.slot, nodes.rings, plan.template.relay_classes)
+    operations = spell_operations(plan.parcels, turns, nodes)
+    spliced = replace(plan, shape=shape, nodes=nodes, turns=turns, operations=operations)
+    check_cover(spliced)
+    return spliced

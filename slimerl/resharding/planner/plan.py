@@ -5,6 +5,7 @@ its share. Invariant: `check_cover` holds for every plan that `make_plan` return
 exactly once.
 """
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -13,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slimerl.resharding.planner.atoms import Atoms
+from slimerl.resharding.planner.bounds import Bounds
 from slimerl.resharding.planner.parcels import Fragments, Parcels
 from slimerl.resharding.planner.ranks import RankTable
 from slimerl.resharding.planner.records import Records
 from slimerl.resharding.planner.rings import Turns
+from slimerl.resharding.planner.shape import SyncShape
 from slimerl.resharding.planner.templates import IntArray, Signatures
 from slimerl.resharding.planner.topology import Nodes, Topology
-from slimerl.resharding.planner.waterfill import Level
 
 Int32Array = NDArray[np.int32]
 
@@ -46,8 +48,7 @@ class Template:
     engine: RankTable
     records: Records
     atoms: Atoms
-    level: Level
-    """Seconds that each trainer NIC sends, and their lower bound."""
+    bounds: Bounds
     relay_classes: bool
     """The trainers inject one copy, not one for each class of nodes."""
     rings: int
@@ -60,8 +61,8 @@ class Template:
 class Plan:
     """What `make_plan` returns. All arrays are read only."""
 
+    shape: SyncShape
     template: Template
-    topology: Topology
     nodes: Nodes
     fragments: Fragments
     parcels: Parcels
@@ -69,8 +70,21 @@ class Plan:
     """[parcels]: the NIC of a node by which it enters."""
     turns: Turns
     operations: Operations
-    key: str
-    """Digest of the inputs: equal inputs give equal plans."""
+
+    @property
+    def topology(self) -> Topology:
+        return self.shape.topology
+
+    @cached_property
+    def digest(self) -> str:
+        """Of what the ranks do. Trainer and engines compare it before the first byte."""
+        arrays = (*self.operations, *vars(self.template.records).values(), *vars(self.template.atoms).values())
+        found = hashlib.sha256()
+        for array in (*arrays, *vars(self.fragments).values(), *vars(self.parcels).values(), self.slot):
+            if isinstance(array, np.ndarray):
+                found.update(f"{array.dtype}{array.shape}".encode())
+                found.update(np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()[:32]
 
     @cached_property
     def nic_bytes(self) -> tuple[IntArray, IntArray]:
@@ -89,6 +103,17 @@ class Plan:
             np.bincount(self.operations.sender, minlength=count),
             np.bincount(self.operations.receiver, minlength=count),
         )
+
+    @cached_property
+    def parcel_of_fragment(self) -> IntArray:
+        return np.repeat(np.arange(len(self.parcels)), np.diff(self.parcels.first_fragment))
+
+    @cached_property
+    def offset_of_fragment(self) -> IntArray:
+        """Where it begins in its parcel, in bytes."""
+        nbytes = self.fragments.nbytes(self.template.atoms)
+        begins = np.cumsum(nbytes) - nbytes
+        return begins - begins[self.parcels.first_fragment[:-1]][self.parcel_of_fragment]
 
     @property
     def rounds(self) -> int:

@@ -53,7 +53,8 @@ class Parameter:
     padding: IntArray
     """Rows (part, row, rows) that belong to no tensor."""
     scales: bool = False
-    """Trainer: not stored, but what its quantiser makes of the parameter; rows and columns count blocks."""
+    """Trainer: not the parameter but what a quantiser makes of it: the scales of each of its pieces, one piece's below
+    the other's. Rows and columns count blocks."""
 
 
 @dataclass(frozen=True)
@@ -225,25 +226,27 @@ class _Side:
             for part in range(parts):
                 shard = rule.cut.shard(tensors, Part(part, parts), self.layout)
                 extent = extent_of(shard.shape)
+                used = 0
                 for piece in shard.pieces:
                     row = _rows_and_columns(part, (piece.box.starts, piece.box.stops, piece.at.starts))
                     if not piece.tensor:
                         padding.append((part, row[5], row[2] - row[1]))
-                    elif scaled:
-                        pieces[int(piece.tensor)].append(self._in_blocks(row))
-                    else:
-                        pieces[int(piece.tensor)].append(row)
+                        continue
+                    if scaled:
+                        row = self._in_blocks(row, used)
+                        used += row[2] - row[1]
+                    pieces[int(piece.tensor)].append(row)
             self._solved[key] = _Solution(pieces, extent, padding)
         return self._solved[key]
 
-    def _in_blocks(self, row: _Row) -> _Row:
+    def _in_blocks(self, row: _Row, used: int) -> _Row:
         """The blocks that begin in a piece: one that straddles two pieces belongs to where it begins.
 
-        Where in its parameter a rank has them is for its quantiser to say; here it is the number of the tensor's block.
+        A quantiser makes the blocks of each piece of a parameter, one piece's below the other's.
         """
         assert self.scales is not None
         top, bottom, left, right = map(self.scales.blocks, row[1:5])
-        return row[0], top, bottom, left, right, top, left
+        return row[0], top, bottom, left, right, used, 0
 
 
 def _rows_and_columns(part: int, spans: tuple[tuple[int, ...], ...]) -> _Row:

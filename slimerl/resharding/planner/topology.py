@@ -93,14 +93,10 @@ def engine_nodes(topology: Topology, rings: int = 1) -> Nodes:
     """All nodes with a living replica, in `rings` rings (fewer where there are not as many nodes)."""
     copies, per_replica = topology.copies_per_node, topology.engine_ranks
     members = -(-topology.replicas // copies)
-    numbers = topology.trainer_ranks + np.arange(members * copies * per_replica)
-    nic = numbers.reshape(members * copies, per_replica)
-    absent = [
-        replica for replica in range(members * copies) if replica >= topology.replicas or replica in topology.dead
-    ]
-    nic[absent] = -1
-    nic = nic.reshape(members, topology.classes, topology.slots)
-    nic = nic[(nic >= 0).any(axis=(1, 2))]
+    by_replica = topology.trainer_ranks + np.arange(members * copies * per_replica).reshape(-1, per_replica)
+    by_replica[[*range(topology.replicas, members * copies), *topology.dead]] = -1
+    nic = by_replica.reshape(members, topology.classes, topology.slots)
+    nic = nic[[bool((member >= 0).any()) for member in nic]]
     entry = nic.copy()
     for member, node, slot in zip(*np.nonzero(nic < 0), strict=True):
         present = nic[member, node][nic[member, node] >= 0]
