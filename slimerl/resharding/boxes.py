@@ -5,6 +5,7 @@ Flows in and out: plain integers. Invariant: `starts[i] <= stops[i]` in every di
 
 from dataclasses import dataclass
 from math import prod
+from operator import ge, gt, le, sub
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +18,8 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.starts) != len(self.stops):
             raise ValueError(f"a box needs as many starts as stops, not {self.starts} and {self.stops}")
-        for start, stop in zip(self.starts, self.stops, strict=True):
-            if not 0 <= start <= stop:
-                raise ValueError(f"box {self.starts} to {self.stops} has a dimension that ends before it starts")
+        if (self.starts and min(self.starts) < 0) or any(map(gt, self.starts, self.stops)):
+            raise ValueError(f"box {self.starts} to {self.stops} has a dimension that ends before it starts")
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Box":
@@ -28,7 +28,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
+        return tuple(map(sub, self.stops, self.starts))
 
     @property
     def numel(self) -> int:
@@ -37,7 +37,7 @@ class Box:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The index that cuts this box out of a tensor."""
-        return tuple(slice(start, stop) for start, stop in zip(self.starts, self.stops, strict=True))
+        return tuple(map(slice, self.starts, self.stops))
 
     def range_in(self, dim: int, start: int, stop: int) -> "Box":
         """The same box with another range in one dimension."""
@@ -49,19 +49,19 @@ class Box:
         """What both boxes have in common; None where that is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
-        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        if any(map(ge, starts, stops)):
             return None
         return Box(starts, stops)
 
     def inside(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape has all of the box."""
-        return len(shape) == len(self.stops) and all(map(int.__le__, self.stops, shape))
+        return len(shape) == len(self.stops) and all(map(le, self.stops, shape))
 
     def relative_to(self, outer: "Box") -> "Box":
         """The same elements, counted from the corner of `outer`. Raises ValueError unless `outer` contains the box."""
         if self.intersect(outer) != self:
             raise ValueError(f"{self} does not lie in {outer}")
         return Box(
-            tuple(start - base for start, base in zip(self.starts, outer.starts, strict=True)),
-            tuple(stop - base for stop, base in zip(self.stops, outer.starts, strict=True)),
+            tuple(map(sub, self.starts, outer.starts)),
+            tuple(map(sub, self.stops, outer.starts)),
         )

@@ -60,9 +60,10 @@ def _groups_in_order(
         raise CoverageError(f"tensors appear twice: {some_names(name for name in counts if counts[name] > 1)}")
     group_of: dict[str, Sequence[str]] = {}
     for group in fused_groups:
-        if unknown := set(group) - by_name.keys():
+        # Not with set operations: those would look at all names for each group.
+        if unknown := [name for name in group if name not in by_name]:
             raise CoverageError(f"a fused group has names that are no tensors: {some_names(unknown)}")
-        if shared := group_of.keys() & set(group):
+        if shared := [name for name in group if name in group_of]:
             raise CoverageError(f"tensors are in two fused groups: {some_names(shared)}")
         group_of.update(dict.fromkeys(group, group))
     done: set[str] = set()

@@ -71,20 +71,47 @@ def owned_placements(ranks: Sequence[Sequence[Placement]], tensors: Iterable[Log
     Raises:
         CoverageError: an element has no rank, or ranks hold boxes that overlap without being equal.
     """
-    owned: list[list[Placement]] = []
-    held: dict[str, dict[Box, None]] = {tensor.name: {} for tensor in tensors}
     shapes = {tensor.name: tensor.shape for tensor in tensors}
+    held: dict[str, dict[int, None]] = {name: {} for name in shapes}
+    numbers = _BoxNumbers()
+    owned: list[list[Placement]] = []
     for placements in ranks:
         mine = []
         for placement in placements:
             if placement.is_padding:
                 continue
-            if placement.tensor not in held:
+            of_tensor = held.get(placement.tensor)
+            if of_tensor is None:
                 raise CoverageError(f"{placement.parameter} holds {placement.tensor}, which is no tensor of the model")
-            if placement.box not in held[placement.tensor]:
-                held[placement.tensor][placement.box] = None
+            number = numbers.of(placement.box)
+            if number not in of_tensor:
+                of_tensor[number] = None
                 mine.append(placement)
         owned.append(mine)
-    for name, boxes in held.items():
-        check_tiling(name, shapes[name], list(boxes))
+    tiled: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for name, of_tensor in held.items():
+        key = shapes[name], tuple(of_tensor)
+        if key not in tiled:
+            check_tiling(name, shapes[name], [numbers.boxes[number] for number in of_tensor])
+            tiled.add(key)
     return owned
+
+
+class _BoxNumbers:
+    """A number for each distinct box. The placements of a rank share their boxes over layers and experts, so that most
+    are known by their id and need not be hashed."""
+
+    def __init__(self) -> None:
+        self.boxes: list[Box] = []
+        self._by_id: dict[int, tuple[int, Box]] = {}
+        self._by_box: dict[Box, int] = {}
+
+    def of(self, box: Box) -> int:
+        known = self._by_id.get(id(box))
+        if known is None:
+            number = self._by_box.setdefault(box, len(self.boxes))
+            if number == len(self.boxes):
+                self.boxes.append(box)
+            # Kept, so that its id stays its own.
+            known = self._by_id[id(box)] = number, box
+        return known[0]

@@ -52,8 +52,9 @@ class Placement:
     box: Box
 
     def __post_init__(self) -> None:
-        extra = len(self.at.starts) - len(self.box.starts)
-        if extra < 0 or self.at.shape != (1,) * extra + self.box.shape:
+        at, box = self.at.shape, self.box.shape
+        extra = len(at) - len(box)
+        if at != box and (extra < 0 or at != (1,) * extra + box):
             raise ValueError(
                 f"{self.parameter}: {self.at.shape} elements cannot hold {self.box.shape} of {self.tensor or 'padding'}"
             )

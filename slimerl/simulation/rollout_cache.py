@@ -1,4 +1,4 @@
-"""The prefix cache of a simulated engine: a radix tree over segments, with locks and least-recently-used eviction. Pure.
+"""The prefix cache of a simulated engine: a radix tree over segments, with locks and LRU eviction. Pure.
 
 Flows in: paths of segments as requests start and end. Flows out: how many tokens of a path are cached.
 Invariant: `tokens` is the sum of the lengths of all nodes; a node under lock, or above one, is never evicted.

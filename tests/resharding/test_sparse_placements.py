@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from resharding_models import assert_same, filled, random_state
-from sparse_models import BLOCK, DEEPSEEK, GLM, KIMI, MegatronReference, SglangReference, sparse_configs
+from sparse_models import BLOCK, DEEPSEEK, GLM, MegatronReference, SglangReference, sparse_configs
 
 from slimerl.resharding.assemble import collect
 from slimerl.resharding.coverage import owned_placements
 from slimerl.resharding.families import BlockScales, Form, family_of
 from slimerl.resharding.layouts import EngineLayout, ExpertLocation, MegatronLayout
 
-EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
+EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True)
 WITH_PREDICTION = Form(prediction=True)
 SIZES = (1, 2, 4)
 
@@ -30,7 +30,7 @@ def assert_round_trip(config: dict[str, Any], layout: MegatronLayout) -> None:
     assert_same(back, state)
 
 
-@pytest.mark.parametrize("config", [DEEPSEEK, GLM, KIMI], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("config", [DEEPSEEK, GLM], ids=lambda config: config["model_type"])
 @pytest.mark.parametrize(("tensor", "pipeline", "expert"), list(itertools.product(SIZES, SIZES, SIZES)))
 def test_w10_checkpoint_to_megatron_and_back_is_bit_exact_at_every_size(config, tensor, pipeline, expert):
     for expert_tensor in {1, tensor}:
@@ -71,8 +71,8 @@ def test_megatron_shards_are_what_megatron_holds(case):
 
 @st.composite
 def engine_layouts(draw: st.DrawFn) -> EngineLayout:
-    tensor = draw(st.sampled_from([1, 2, 4, 8]))
-    sizes = [size for size in (1, 2, 4, 8) if tensor % size == 0]
+    tensor = draw(st.sampled_from(SIZES))
+    sizes = [size for size in SIZES if tensor % size == 0]
     return EngineLayout(
         tensor=tensor,
         expert=draw(st.sampled_from(sizes)),

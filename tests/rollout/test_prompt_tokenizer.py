@@ -54,5 +54,5 @@ def test_s3_a_missing_tokenizer_or_template_is_refused_with_the_remedy(model_pat
     bare = tmp_path / "bare"
     shutil.copytree(model_path, bare)
     (bare / "chat_template.jinja").unlink()
-    with pytest.raises(TokenizerError, match="set data[.]chat_template: false"):
+    with pytest.raises(TokenizerError, match=r"set data\.chat_template: false"):
         PromptTokenizer(bare, data(chat_template=True))

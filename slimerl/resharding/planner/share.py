@@ -42,7 +42,7 @@ class Share:
     receives: IntArray
     names: tuple[str, ...]
     scales: tuple[bool, ...]
-    """For each name, whether it is the scales that a trainer's quantiser makes of the parameter (`Parameter.scales`)."""
+    """For each name: not the parameter, but the scales that a trainer's quantiser makes of it (`Parameter.scales`)."""
     segments: Segments
     """Trainer: what goes into its parcels. Engine: what it stores of the parcels that its node takes in, by whichever
     GPU they enter."""
