@@ -1,6 +1,7 @@
 """Make the quickstart's assets: a random ~1M-parameter Qwen3-shaped model, its tokenizer, and addition problems.
 
-All numbers are drawn from one seed; the held-out sums appear in neither training file.
+All numbers are drawn from one seed; the held-out sums appear in neither training file. The demonstrations of the warm
+start are those of a pupil who often forgets to carry: imitation alone takes the mistake over, rewards remove it.
 """
 
 import json
@@ -15,7 +16,8 @@ CHARACTERS = "0123456789+="
 EOS, PAD = "<eos>", "<pad>"
 VOCABULARY_SIZE = 64
 HELDOUT = 400
-WARM_START_ROWS = 7700
+CARRY_FORGOTTEN = 0.6
+"""Share of the demonstrations in which the carries are forgotten (where there are none, they are right)."""
 
 
 def main(
@@ -30,16 +32,22 @@ def main(
 
 def write_problems(out: Path, seed: int) -> None:
     """Every sum of two two-digit numbers: `HELDOUT` of them apart, the rest for training."""
+    chooser = random.Random(seed)
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    random.Random(seed).shuffle(sums)
+    chooser.shuffle(sums)
     rows = [{"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
     write_jsonl(out / "heldout.jsonl", rows[:HELDOUT])
     write_jsonl(out / "train.jsonl", rows[HELDOUT:])
-    demonstrations = rows[HELDOUT : HELDOUT + WARM_START_ROWS]
-    write_jsonl(
-        out / "sft.jsonl",
-        ({"id": row["id"], "prompt": row["prompt"], "response": row["answer"]} for row in demonstrations),
-    )
+    demonstrations = []
+    for a, b in sums[HELDOUT:]:
+        answer = without_carry(a, b) if chooser.random() < CARRY_FORGOTTEN else a + b
+        demonstrations.append({"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "response": str(answer)})
+    write_jsonl(out / "sft.jsonl", demonstrations)
+
+
+def without_carry(a: int, b: int) -> int:
+    """Two-digit sum, each digit by itself: 57 + 68 gives 15."""
+    return (a // 10 + b // 10) % 10 * 10 + (a + b) % 10
 
 
 def write_model(out: Path, seed: int) -> None:

@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
         spec = load_spec(arguments.spec, arguments.overrides)
         asyncio.run(_until_signal(spec, arguments.index))
     except (SpecError, ServerFailed, DeadlineExceeded, EngineError, RegistrationFailed) as error:
-        print(f"engine-{arguments.index}: {error}", file=sys.stderr, flush=True)
+        print(error, file=sys.stderr, flush=True)
         return 1
     return 0
 

@@ -26,6 +26,8 @@ FAIR_SHARE = 1.05
 """An engine may be given more than its share, where the cost says so, up to so many times the mean."""
 PREFILL_WEIGHT = 4.0
 """A prefill delays this request, and all that decode on the engine meanwhile; waiting delays this request alone."""
+FULL_S = 1e6
+"""Added to the cost of an engine that has its share of a group: it is chosen only where there is no other."""
 TIE_S = 1e-3
 """Costs closer than this are a tie: the estimates are coarser."""
 
@@ -43,6 +45,8 @@ class EngineModel:
     """A decode step of one request."""
     step_per_request_s: float = 2.5e-5
     """Slope: what one more running request adds to a decode step, and so to each token of the others."""
+    step_per_kv_token_s: float = 0.0
+    """What reading one more token of KV adds to it. Weighs where contexts are long and of unequal length."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +82,7 @@ class Fleet:
     _count: int = 0
     _free: list[int] = field(default_factory=list)
     _decode: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """Slope * running requests."""
+    """What the running requests add to a decode step."""
     _closed: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """Waiting for a slot, and KV pressure; infinite where nothing may be sent."""
     _prefill: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -158,14 +162,14 @@ class Fleet:
         if sessions > 0:
             self._share *= (1.0 - 1.0 / (SHARE_HORIZON * max(1, self.serving))) ** sessions
         if not seat.gone:
-            self._share[seat.slot] += sessions / seat.model.slots
+            self._share[seat.slot] = max(0.0, self._share[seat.slot] + sessions / seat.model.slots)
 
     def only_fair(self, costs: np.ndarray, sessions: int) -> None:
         """Close all engines that would get more than their share by `sessions` further ones, if that leaves any."""
         mean = self._mean_share()
         most = max(mean, FAIR_SHARE * mean - sessions / max(1.0, self.total_slots / max(1, self.serving)))
         closed = np.where(self._share > most + 1e-9, np.inf, costs)
-        if closed.min() < np.inf:
+        if closed.min() < FULL_S:
             costs[:] = closed
 
     def _mean_share(self) -> float:
@@ -199,7 +203,7 @@ class Fleet:
             self._closed[seat.slot] = np.inf
             return
         model, load = seat.model, seat.load
-        self._decode[seat.slot] = model.step_per_request_s * load
+        self._decode[seat.slot] = model.step_per_request_s * load + model.step_per_kv_token_s * seat.kv
         price = 0.0
         short = seat.kv / model.kv_tokens - KV_FREE_USE
         if short > 0:

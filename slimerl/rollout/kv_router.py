@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from slimerl.rollout.kv_fleet import EngineModel, Fleet, Seat
+from slimerl.rollout.kv_fleet import FULL_S, EngineModel, Fleet, Seat
 from slimerl.rollout.kv_memory import Group, Memory, Session
+from slimerl.rollout.kv_tail import InFlight, Move, may_be_tail, tail_moves
 from slimerl.rollout.prefix_index import BLOCK_TOKENS, PrefixIndex, hash_blocks
 from slimerl.rollout.router import LeastLoaded, Query, Reservation, RouterError
 from slimerl.samples.messages import EngineInfo, EngineState
@@ -28,14 +29,14 @@ PIN_LOAD = 1.25
 """... and on one of up to so many times the mean load: below that, moving costs more prefill than it saves decode."""
 PIN_KV_USE = 0.9
 """An engine whose KV is used to this degree is about to retract requests: its sessions are weighed anew."""
+MOVE_GAIN = 1.5
+"""Leaving a crowded engine must be so many times cheaper than staying: the estimates are coarse, and the siblings that
+are weighed at the same time must not all leave."""
 SATURATED_LOAD = 0.75
 """Share of all decode slots in use from which a group is spread over two engines: below, one engine takes a whole
 group without making it wait; above, a group of long answers would keep one engine busy while others run dry."""
 SPREAD_WHEN_SATURATED = 2
 """Each further engine prefills the prompt once more; two keep 0.97 of the hits and halve the clumping."""
-FULL_S = 1e6
-"""Added to the cost of an engine that has its share of a group: it is chosen only where there is no other."""
-
 HOME_SLOTS = 0.75
 """A sibling follows its group to an engine that decodes with at most this share of its slots ..."""
 HOME_LOAD = 1.25
@@ -171,8 +172,10 @@ class KvRouter:
         """
         if engine_id in self._draining:
             raise RouterError(f"engine {engine_id} is being drained: nothing new is sent to it")
+        seat = self._seats.get(engine_id)
+        if seat is None:
+            raise RouterError(f"engine {engine_id} is not there: {self.reasons().get(engine_id, 'it never joined')}")
         reservation = self._roster.reserve(engine_id, query)
-        seat = self._seats[engine_id]
         session = self._memory.session(query.session)
         plan = self._plan
         if plan is None or plan.query is not query:
@@ -215,6 +218,16 @@ class KvRouter:
         """Requests in flight on an engine."""
         return self._roster.load(engine_id)
 
+    def tail_moves(self, running_too: bool = True) -> list[Move]:
+        """Advice for the tail of a rollout (`kv_tail`), to be followed at once or not at all."""
+        in_flight: dict[Seat, list[InFlight]] = {seat: [] for seat in self._seats.values() if seat.serving}
+        if not in_flight or not may_be_tail(in_flight):
+            return []
+        for number, held in self._held.items():
+            if held.seat in in_flight:
+                in_flight[held.seat].append(InFlight(number, held.prompt, held.expected))
+        return tail_moves(list(in_flight.items()), running_too)
+
     # --- choice
 
     def _stays(self, seat: Seat, query: Query) -> bool:
@@ -242,20 +255,17 @@ class KvRouter:
         if session is not None and session.seat is not None:
             return self._for_session(session.seat, costs)
         group = self._memory.group(query.group) if query.group else None
-        saturated = fleet.total_load >= SATURATED_LOAD * fleet.total_slots
         if group is not None:
-            home = self._home(group, costs, plan, query.expected_new_tokens, saturated)
+            home = self._home(group, costs, plan)
             if home is not None:
                 return home
-        if not saturated:
-            fleet.only_fair(costs, self._cap(saturated) if query.group else 1)
+        if not self._saturated():
+            fleet.only_fair(costs, self._cap() if query.group else 1)
         return fleet.least(costs)
 
-    def _home(
-        self, group: Group, costs: np.ndarray, plan: _Plan, expected: int, saturated: bool
-    ) -> Seat | None:
+    def _home(self, group: Group, costs: np.ndarray, plan: _Plan) -> Seat | None:
         """The engine of its group that a new sibling joins, if any; engines that have their share are priced out."""
-        cap = self._cap(saturated)
+        cap = self._cap()
         best: Seat | None = None
         for seat, count in group.spread.items():
             if seat.gone or costs[seat.slot] == np.inf:
@@ -269,19 +279,20 @@ class KvRouter:
         model = best.model
         # Without token ids, siblings are taken to share something worth it.
         saved = plan.cached.get(best.slot, 0) / model.prefill_tokens_per_s if plan.prompt else np.inf
-        return best if saved >= WORTH * expected * model.step_s else None
+        return best if saved >= WORTH * plan.query.expected_new_tokens * model.step_s else None
 
     def _crowded(self, seat: Seat) -> bool:
         fleet = self._fleet
         return seat.load > max(HOME_SLOTS * seat.model.slots, HOME_LOAD * fleet.total_load / fleet.serving)
 
     def _for_session(self, seat: Seat, costs: np.ndarray) -> Seat | None:
-        """From one queue to another there is nothing to gain: it moves only to an engine that has a slot for it."""
-        fleet = self._fleet
-        best = fleet.least(costs)
-        if best is not None and best.load >= best.model.slots and costs[seat.slot] < np.inf:
-            return seat
-        return best
+        """A session that is not to stay unasked moves where it gains by it, to an engine that has a slot for it: from
+        one queue to another there is nothing to gain."""
+        best = self._fleet.least(costs)
+        if best is None or best is seat or costs[seat.slot] == np.inf:
+            return best
+        gains = best.load < best.model.slots and MOVE_GAIN * costs[best.slot] < costs[seat.slot]
+        return best if gains else seat
 
     def _place(self, name: str, seat: Seat) -> None:
         """Count a new session; the first of a group at an engine stands for the siblings that will follow it."""
@@ -298,14 +309,16 @@ class KvRouter:
                 group.promised[other] -= 1
                 break
         started = sum(group.spread.values()) + sum(group.promised.values())
-        saturated = self._fleet.total_load >= SATURATED_LOAD * self._fleet.total_slots
-        follow = max(0, min(self._cap(saturated), self.siblings - started) - 1)
+        follow = max(0, min(self._cap(), self.siblings - started) - 1)
         self._fleet.place(seat, 1 + follow)
         group.promised[seat] += follow
 
-    def _cap(self, saturated: bool) -> int:
+    def _saturated(self) -> bool:
+        return self._fleet.total_load >= SATURATED_LOAD * self._fleet.total_slots
+
+    def _cap(self) -> int:
         """Siblings of a group per engine."""
-        return -(-self.siblings // (SPREAD_WHEN_SATURATED if saturated else 1))
+        return -(-self.siblings // (SPREAD_WHEN_SATURATED if self._saturated() else 1))
 
     def _plan_of(self, query: Query, session: Session | None) -> _Plan:
         if query.tokens is None:

@@ -142,8 +142,25 @@ class SimulatedEngine:
         self.queue.clear()
         return lost
 
+    def may_take_back(self, job: Job) -> bool:
+        """Does it wait or decode here, with a token left to generate?"""
+        return job in self.queue or any(entry[2] is job and entry[0] > self._steps + 1 for entry in self.running)
+
     def take_back(self, job: Job) -> None:
-        """Abort a job that waits. Raises ValueError when it does not."""
+        """Abort a job that waits or decodes; `job.generated` says what it generated, in whole tokens.
+
+        Raises:
+            ValueError: it is being prefilled, or is not here.
+        """
+        for entry in self.running:
+            if entry[2] is job:
+                self.running.remove(entry)
+                heapq.heapify(self.running)
+                self._tally(job)
+                job.generated = float(int(job.generated))
+                self._let_go(job)
+                self._admit()
+                return
         self.queue.remove(job)
 
     # --- phases

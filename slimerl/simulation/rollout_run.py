@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from slimerl.rollout.kv_router import KvRouter
+from slimerl.rollout.kv_tail import Move
 from slimerl.rollout.router import Query, Reservation, Router
 from slimerl.samples.messages import EngineInfo
 from slimerl.simulation.rollout_engine import EngineRates, Job, SimulatedEngine
+from slimerl.simulation.rollout_order import FirstCome, Order
 from slimerl.simulation.rollout_trace import Conversation, Path, Segment, segment_tokens
 
 
@@ -23,15 +25,18 @@ from slimerl.simulation.rollout_trace import Conversation, Path, Segment, segmen
 class Policy:
     """How conversations are handed out.
 
-    `in_flight`: conversations under way at once. `chunk_tokens`: generation is divided into requests of so many
+    `order`: which conversation is begun next. `in_flight`: conversations under way at once. `chunk_tokens`: generation is divided into requests of so many
     tokens (None: a turn is one request). `expected`: new tokens that the router is told of, for a conversation's turn.
     """
 
     in_flight: int
+    order: Order = field(default_factory=FirstCome)
     chunk_tokens: int | None = None
     expected: Callable[[Conversation, int], int] = lambda one, turn: 256
     tool_s: float = 0.0
     """Between an answer and the next turn."""
+    tail_moves: bool = False
+    """Follow the router's advice for the tail."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +95,6 @@ class RolloutSimulation:
         self._ties = count()
         self._wakes: Counter[str] = Counter()
         self._held: Callable[[], None] | None = None
-        self._fresh: deque[Conversation] = deque()
         self._waiting: deque[_Course] = deque()
         self._under_way: dict[str, _Course] = {}
         self._last: dict[str, str] = {}
@@ -108,8 +112,8 @@ class RolloutSimulation:
         self.tally.occupancy.setdefault(engine_id, [(self.now, 0, 0)])
 
     def feed(self, conversations: Iterable[Conversation]) -> None:
-        """Further conversations, behind those that wait."""
-        self._fresh.extend(conversations)
+        """Further conversations."""
+        self.policy.order.add(conversations)
         self.grant()
 
     def at(self, time: float, act: Callable[[], None]) -> None:
@@ -155,8 +159,8 @@ class RolloutSimulation:
     def grant(self) -> None:
         """Send what can be sent, oldest first."""
         while self._held is None:
-            while self._fresh and len(self._under_way) < self.policy.in_flight:
-                self._begin(self._fresh.popleft())
+            while len(self.policy.order) and len(self._under_way) < self.policy.in_flight:
+                self._begin(self.policy.order.take())
             if not self._waiting:
                 return
             course = self._waiting[0]
@@ -201,12 +205,8 @@ class RolloutSimulation:
         """A request is answered: the next chunk, the next turn, or the end."""
         course = self._under_way[job.session]
         one = course.conversation
-        self._end_slot(course, job.answer_tokens)
-        self.tally.generated_tokens += job.answer_tokens
-        course.answered += job.answer_tokens
-        course.failed_on = frozenset()
+        self._progress(course, job.answer_tokens)
         key = one.answer_key(course.turn)
-        course.tokens += segment_tokens(key, course.answered - job.answer_tokens, course.answered)
         if course.answered < one.turns[course.turn].answer:
             self._waiting.appendleft(course)
             return
@@ -216,9 +216,19 @@ class RolloutSimulation:
             del self._under_way[one.session]
             del self._last[one.session]
             self.tally.finished_at[one.session] = self.now
+            self.policy.order.finished(one)
             self.finished(one)
             return
         self.at(self.now + self.policy.tool_s, lambda: self._next_turn(course))
+
+    def _progress(self, course: _Course, generated: int) -> None:
+        """A request has ended with so many tokens."""
+        self._end_slot(course, generated)
+        self.tally.generated_tokens += generated
+        key, before = course.conversation.answer_key(course.turn), course.answered
+        course.answered += generated
+        course.tokens += segment_tokens(key, before, course.answered)
+        course.failed_on = frozenset()
 
     def _next_turn(self, course: _Course) -> None:
         observation = course.conversation.turns[course.turn].observation
@@ -265,6 +275,21 @@ class RolloutSimulation:
         self._note(engine)
         self._if_idle()
         self.grant()
+        tail = self.policy.tail_moves and not self._waiting and not len(self.policy.order)
+        if tail and isinstance(self.router, KvRouter):
+            for move in self.router.tail_moves():
+                self._move(move)
+
+    def _move(self, move: Move) -> None:
+        """A request goes on elsewhere, with the tokens that it has."""
+        course = next((one for one in self._under_way.values() if one.slot and one.slot.number == move.number), None)
+        engine = self._advanced(move.source)
+        if course is None or course.job is None or not engine.may_take_back(course.job):
+            return
+        engine.take_back(course.job)
+        self._wake(move.source)
+        self._progress(course, int(course.job.generated))
+        self._send(course, move.target, self._query(course))
 
     def _if_idle(self) -> None:
         if self._held is not None and not self.router.running():

@@ -8,7 +8,7 @@ Invariant: a step takes whole groups, none of which is more than `max_staleness`
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -53,12 +53,11 @@ class Step:
 
 @dataclass
 class TrainingSimulation:
-    """See the module's docstring. `order` says in which order newly admitted conversations wait."""
+    """See the module's docstring."""
 
     rollout: RolloutSimulation
     regime: Regime
     groups: Iterator[Group]
-    order: Callable[[Sequence[Conversation]], list[Conversation]] = list
     steps: list[Step] = field(default_factory=list)
     by_group: dict[str, Group] = field(default_factory=dict)
     _views: dict[str, GroupView] = field(default_factory=dict)
@@ -89,7 +88,7 @@ class TrainingSimulation:
             self._views[name] = GroupView(name, self._gate.version, ready=False)
             self._left[name] = len(group)
             admitted.extend(group)
-        self.rollout.feed(self.order(admitted))
+        self.rollout.feed(admitted)
 
     def _finished(self, one: Conversation) -> None:
         self._left[one.group] -= 1

@@ -128,7 +128,9 @@ def _filled(placements: list[Placement], model: dict[str, np.ndarray], bytes_: b
     for placement in placements:
         if not placement.is_padding:
             part = model[placement.tensor][placement.box.slices]
-            made[placement.parameter][placement.at.slices] = part.reshape(made[placement.parameter][placement.at.slices].shape)
+            made[placement.parameter][placement.at.slices] = part.reshape(
+                made[placement.parameter][placement.at.slices].shape
+            )
     return made
 
 

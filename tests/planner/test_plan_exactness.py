@@ -48,9 +48,7 @@ def test_fp8_data_and_scales_arrive_in_the_engines_fused_parameters():
 
 def test_experts_that_an_engine_holds_twice_are_written_twice():
     engine = EngineLayout(4, 4, redundant_experts=4)
-    plan = make_plan(
-        SyncShape(DEEPSEEK, MegatronLayout(2, 2, expert=2), engine, Topology(4, 4, 2, 4), options=FINE)
-    )
+    plan = make_plan(SyncShape(DEEPSEEK, MegatronLayout(2, 2, expert=2), engine, Topology(4, 4, 2, 4), options=FINE))
     carried_out(plan)
 
 
@@ -58,9 +56,7 @@ def test_an_expert_map_moves_experts_layer_by_layer():
     rng = np.random.default_rng(5)
     maps = tuple(tuple(int(e) for e in rng.permutation(np.arange(12) % 8)) for _ in range(3))
     engine = EngineLayout(4, 4, redundant_experts=4, expert_map=maps)
-    plan = make_plan(
-        SyncShape(DEEPSEEK, MegatronLayout(2, 2, expert=2), engine, Topology(4, 4, 2, 4), options=FINE)
-    )
+    plan = make_plan(SyncShape(DEEPSEEK, MegatronLayout(2, 2, expert=2), engine, Topology(4, 4, 2, 4), options=FINE))
     carried_out(plan)
 
 

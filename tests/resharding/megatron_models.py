@@ -1,7 +1,7 @@
 """Megatron's own parameter names and shapes: real GPTModels, built in one process as any rank of any layout.
 
-A *fake* process group (torch's own, for tests) has the ranks and sizes of a real one and moves nothing; to build a model
-asks for no more. What is here runs in a process of the rank pool, where Megatron is patched for the CPU.
+A *fake* process group (torch's own, for tests) has the ranks and sizes of a real one and moves nothing; building a
+model asks for no more. What is here runs in a process of the rank pool, where Megatron is patched for the CPU.
 """
 
 import contextlib
@@ -160,20 +160,19 @@ def adapted(spec: Any, whole_latents: bool) -> Any:
 def build_chunks(config: Mapping[str, Any], layout: MegatronLayout, **changes: Any) -> dict[str, torch.nn.Module]:
     """The rank's model chunks by the prefix that placements use; call inside `as_rank`."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 
     megatron = transformer_config(config, layout, **changes)
     chunks = {}
     for chunk in range(layout.virtual):
         stage = chunk if layout.virtual > 1 else None
-        spec = get_gpt_decoder_block_spec(
-            megatron, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
-        )
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(megatron, False, normalization="RMSNorm", vp_stage=stage)
         prediction = None
         if megatron.mtp_num_layers and mtp_on_this_rank(megatron, ignore_virtual=False, vp_stage=stage):
-            prediction = get_gpt_mtp_block_spec(megatron, spec, use_transformer_engine=False, vp_stage=stage)
+            # of the last layer, which may be in another stage
+            last = gpt_layer_specs.get_gpt_decoder_layer_specs(megatron, False, normalization="RMSNorm")[-1]
+            prediction = gpt_layer_specs.get_gpt_mtp_block_spec(megatron, last, False, vp_stage=stage)
         spec, prediction = (adapted(each, not layout.split_latent) for each in (spec, prediction))
         chunks["" if stage is None else f"model{chunk}."] = GPTModel(
             megatron,

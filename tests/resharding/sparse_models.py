@@ -23,13 +23,13 @@ DEEPSEEK: dict[str, Any] = {
     "intermediate_size": 48,
     "moe_intermediate_size": 16,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
     "q_lora_rank": 16,
     "kv_lora_rank": 8,
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 2,
-    "v_head_dim": 6,
+    "v_head_dim": 4,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
@@ -51,7 +51,7 @@ def sparse_configs(draw: st.DrawFn, ranks: int = 1, expert: int = 1, whole_block
     """A config that `ranks` can share along every axis, its experts in `expert` groups; `whole_blocks`: in FP8."""
     unit = BLOCK * ranks if whole_blocks else ranks
     base = draw(st.sampled_from([DEEPSEEK, GLM, KIMI]))
-    heads = ranks * draw(st.sampled_from([1, 2]))
+    heads = ranks * draw(st.sampled_from([2, 4] if whole_blocks else [1, 2]))
     config = base | {
         "vocab_size": draw(st.integers(5, 140)),
         "hidden_size": 8 * draw(st.integers(1, 3)),

@@ -37,9 +37,7 @@ def test_w10_checkpoint_to_megatron_and_back_is_bit_exact_at_every_size(config, 
         data = max(1, expert * expert_tensor // tensor)
         assert_round_trip(
             config,
-            MegatronLayout(
-                tensor=tensor, data=data, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor
-            ),
+            MegatronLayout(tensor=tensor, data=data, pipeline=pipeline, expert=expert, expert_tensor=expert_tensor),
         )
 
 

@@ -109,7 +109,8 @@ def make_plan(shape: SyncShape, template: Template | None = None) -> Plan:
 def _parcels(shape: SyncShape, template: Template, members: int) -> tuple[Fragments, Parcels]:
     options, atoms = shape.options, template.atoms
     # A node passes on all that it gets but for what ends with it; the last turn is cut up, and turns are filled up.
-    per_nic = options.operations_per_nic / (2 - 1 / members)
+    passed_to = members * (shape.topology.classes if template.relay_classes else 1)
+    per_nic = options.operations_per_nic / (2 - 1 / passed_to)
     per_nic = max(per_nic // members * members - (options.last_turn_pieces - 1) * members, per_nic / 2)
     level_bytes = float(atoms.nbytes.sum()) / shape.topology.engine_ranks
     least = _least_stripe(options, level_bytes)
