@@ -34,14 +34,16 @@ TEMPLATES = (
     "Tom has {a} apples and gets {b} more. How many apples does he have? Answer with the number only.",
     "A shelf holds {a} books and a second one {b}. How many books are there? Answer with the number only.",
 )
-"""Ways to ask for a sum in words; `{a}` and `{b}` are two-digit numbers."""
+"""Ways to ask for a sum in words; `{a}` and `{b}` are numbers up to `LARGEST`."""
+
+LARGEST = 20
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Where the model and the prompts are written.")] = Path("assets/smollm2"),
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 1234,
 ) -> None:
-    """Write OUT/model, OUT/train.jsonl and OUT/heldout.jsonl (sums of numbers below 50, asked in words)."""
+    """Write OUT/model, OUT/train.jsonl and OUT/heldout.jsonl (sums asked in words)."""
     console = Console()
     _write_prompts(out, seed)
     if (out / "model" / "model.safetensors").exists():
@@ -77,7 +79,7 @@ def _convert(gguf: Path, out: Path) -> None:
 
 def _write_prompts(out: Path, seed: int, heldout: int = 128) -> None:
     chooser = random.Random(seed)
-    sums = [(a, b) for a in range(10, 50) for b in range(10, 50)]
+    sums = [(a, b) for a in range(1, LARGEST + 1) for b in range(1, LARGEST + 1)]
     chooser.shuffle(sums)
     rows = [
         {

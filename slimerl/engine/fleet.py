@@ -71,13 +71,21 @@ class EngineFleet:
         self.close()
 
     def close(self) -> None:
+        """Calls still under way are cancelled."""
         if self._loop.is_closed():
             return
-        for client in self._clients.values():
-            self._run(client.close()).result()
+        self._run(self._end_calls()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end_calls(self) -> None:
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        for client in self._clients.values():
+            await client.close()
 
     @property
     def left(self) -> list[str]:

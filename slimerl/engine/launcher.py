@@ -158,7 +158,7 @@ class Server:
                 await asyncio.sleep(_POLL_S)
             first_token = SamplingParams(max_new_tokens=1, temperature=0.0)
             await client.generate([0], first_token, timeout_s=max(_PROBE_TIMEOUT_S, deadline.remaining_s))
-            await client.freeze_gc()
+            await client.freeze_gc(timeout_s=max(_PROBE_TIMEOUT_S, deadline.remaining_s))
 
     def stop(self) -> None:
         """End the server's whole tree at once: at the end of a run nobody waits for its tokens any more."""
@@ -193,7 +193,7 @@ def start_server(spec: RunSpec, index: int, device: Device) -> Server:
     engine_id = f"engine-{index}"
     log_path = spec.run_dir / "logs" / f"{engine_id}-server.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    key = secrets.token_urlsafe(32)
+    key = secrets.token_hex(32)
     port = ReservedPort()
     private_dir = PrivateDirectory(engine_id)
     serve = [sys.executable, "-m", "slimerl.engine.inside.serve", str(os.getpid())]

@@ -54,7 +54,10 @@ class ProtocolError(ValueError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """`seed` keys the draw: the same seed and the same tokens give the same next token in any batch."""
+    """`seed` keys the draw: the same seed and the same tokens give the same next token in any batch.
+
+    `temperature` 0 takes the most likely token; its logprob is then the one at temperature 1.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -69,8 +72,6 @@ class SamplingParams:
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            # Without a tokenizer the server cannot know these, with one it would drop or add text, never ids.
-            "skip_special_tokens": False,
         }
         if self.seed is not None:
             params["sampling_seed"] = self.seed

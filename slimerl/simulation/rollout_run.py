@@ -25,8 +25,9 @@ from slimerl.simulation.rollout_trace import Conversation, Path, Segment, segmen
 class Policy:
     """How conversations are handed out.
 
-    `order`: which conversation is begun next. `in_flight`: conversations under way at once. `chunk_tokens`: generation is divided into requests of so many
-    tokens (None: a turn is one request). `expected`: new tokens that the router is told of, for a conversation's turn.
+    `in_flight`: conversations under way at once. `order`: which one is begun next. `chunk_tokens`: generation is
+    divided into requests of so many tokens (None: a turn is one request). `expected`: new tokens that the router is
+    told of, for a conversation's turn.
     """
 
     in_flight: int

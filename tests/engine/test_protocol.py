@@ -70,7 +70,6 @@ def test_sampling_parameters_of_sglang_pass_as_they_stand() -> None:
         "max_new_tokens": 5,
         "temperature": 0.5,
         "top_p": 1.0,
-        "skip_special_tokens": False,
         "sampling_seed": 9,
         "min_p": 0.1,
     }

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimerl.resharding.layouts import Axis, EngineLayout, LayoutError, MegatronLayout
+from slimerl.resharding.layouts import Axis, EngineLayout, ExpertLocation, LayoutError, MegatronLayout
 
 parallel_state = pytest.importorskip("megatron.core.parallel_state")
 transformer_layer = pytest.importorskip("megatron.core.transformer.transformer_layer")
@@ -48,39 +48,28 @@ def test_ranks_stand_where_megatron_puts_them(layout, token, field, expert):
         assert [getattr(layout.coordinates(rank), field) for rank in group] == list(range(len(group)))
 
 
-@pytest.mark.parametrize(
-    ("layers", "pipeline", "virtual", "first", "last"),
-    [(8, 4, 1, None, None), (12, 2, 3, None, None), (10, 4, 1, 1, 3), (9, 3, 1, 1, None), (16, 4, 2, 2, 2)],
-)
-def test_layers_lie_where_megatron_puts_them(layers, pipeline, virtual, first, last):
-    middle = layers - (first or 0) - (last or 0)
-    each = middle // (pipeline - (first is not None) - (last is not None))
-    stages = [each] * pipeline
-    stages[0] = first or each
-    stages[-1] = last or each
-    uneven = tuple(tuple(count // virtual for count in stages) for _ in range(virtual))
-    layout = MegatronLayout(pipeline=pipeline, virtual=virtual, stage_layers=uneven if first else None)
+@pytest.mark.parametrize(("layers", "pipeline", "virtual"), [(8, 4, 1), (12, 2, 3)])
+def test_layers_lie_where_megatron_puts_them(layers, pipeline, virtual):
+    """Uneven pipelines: test_stages.py."""
+    layout = MegatronLayout(pipeline=pipeline, virtual=virtual)
     config = SimpleNamespace(
         num_layers=layers,
         pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         pipeline_model_parallel_layout=None,
-        num_layers_in_first_pipeline_stage=first,
-        num_layers_in_last_pipeline_stage=last,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
         account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False,
     )
     for stage in range(pipeline):
         held = layout.layers(stage, layers)
         for chunk in range(virtual):
-            offset = transformer_layer.get_transformer_layer_offset(
-                config, vp_stage=chunk if virtual > 1 else None, pp_rank=stage
-            )
+            chunk_of = chunk if virtual > 1 else None
+            offset = transformer_layer.get_transformer_layer_offset(config, vp_stage=chunk_of, pp_rank=stage)
             prefix = f"model{chunk}." if virtual > 1 else ""
-            mine = [layer for layer in held if layer.prefix == prefix]
-            assert [(layer.local, layer.layer) for layer in mine] == [
-                (local, offset + local) for local in range(stages[stage] // virtual)
-            ]
+            mine = [(layer.local, layer.layer) for layer in held if layer.prefix == prefix]
+            assert mine == [(local, offset + local) for local in range(layers // pipeline // virtual)]
 
 
 def test_the_first_chunk_of_the_first_stage_embeds_and_the_last_of_the_last_has_the_head():
@@ -96,6 +85,69 @@ def test_engine_ranks_share_attention_and_experts_as_sglang_does():
     assert [layout.experts(rank, 8).start for rank in range(8)] == [0, 0, 2, 2, 4, 4, 6, 6]
     assert layout.part(5, Axis.DENSE) == layout.part(5, Axis.HEAD) == (5, 8)
     assert layout.part(5, Axis.NONE) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "axis", "parts"),
+    [
+        ({}, Axis.HEAD, 8),
+        ({"head_over_attention": True}, Axis.HEAD, 4),
+        ({}, Axis.EMBEDDING, 4),
+        ({}, Axis.DENSE, 8),
+        ({"replicated_dense": True}, Axis.DENSE, 1),
+        ({"replicated_dense": True}, Axis.SHARED, 8),
+        ({"replicated_shared": True}, Axis.SHARED, 1),
+        ({"replicated_shared": True}, Axis.DENSE, 8),
+        ({}, Axis.LATENT, 1),
+    ],
+)
+def test_each_option_of_the_engine_changes_what_it_says(changes, axis, parts):
+    layout = EngineLayout(tensor=8, data_attention=2, **changes)
+    assert [layout.part(rank, axis) for rank in range(8)] == [(rank % parts, parts) for rank in range(8)]
+
+
+@pytest.mark.parametrize(("vocabulary", "attention", "padded"), [(512, 1, 512), (500, 3, 576), (130, 4, 192)])
+def test_the_padding_of_the_vocabulary_follows_the_ranks_that_share_it(vocabulary, attention, padded):
+    layout = EngineLayout(tensor=12, data_attention=12 // attention)
+    part = layout.part(0, Axis.EMBEDDING)
+    assert layout.padded_vocabulary(vocabulary, part.of) == padded
+
+
+def test_an_expert_map_says_which_expert_lies_where_on_each_layer():
+    layout = EngineLayout(tensor=2, expert=2, redundant_experts=2, expert_map=((0, 1, 2, 3, 3, 2), (3, 2, 1, 0, 0, 1)))
+    slots = [layout.expert_slots(rank, 4, ExpertLocation.COPIED, layer) for layer in (0, 1) for rank in (0, 1)]
+    assert slots == [(0, 1, 2), (3, 3, 2), (3, 2, 1), (0, 0, 1)]
+
+
+def test_without_a_map_redundant_places_begin_again_with_the_first_expert():
+    layout = EngineLayout(tensor=3, expert=3, redundant_experts=2)
+    slots = [list(layout.expert_slots(rank, 4, ExpertLocation.COPIED, 0)) for rank in range(3)]
+    assert slots == [[0, 1], [2, 3], [0, 1]]
+    assert [layout.experts(rank, 4) for rank in range(3)] == [range(0, 2), range(2, 4), range(0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "location", "message"),
+    [
+        (EngineLayout(2, expert=2, redundant_experts=2), ExpertLocation.FIXED, "loads none for this model"),
+        (EngineLayout(2, expert=2, redundant_experts=2), ExpertLocation.MAPPED, "loads none for this model"),
+        (EngineLayout(2, expert=2, redundant_experts=1), ExpertLocation.COPIED, "5 cannot be cut into 2"),
+        (EngineLayout(2, expert=2, expert_map=((0, 1),)), ExpertLocation.COPIED, "not 4 places for layer 0"),
+        (EngineLayout(2, expert=2, expert_map=()), ExpertLocation.MAPPED, "not 4 places for layer 0"),
+    ],
+)
+def test_experts_that_cannot_be_placed_are_refused(layout, location, message):
+    with pytest.raises(LayoutError, match=message):
+        layout.expert_slots(0, 4, location, 0)
+
+
+def test_experts_that_are_no_range_are_not_told_as_one():
+    for layout in (
+        EngineLayout(3, expert=3, redundant_experts=5),
+        EngineLayout(2, expert=2, expert_map=((3, 2, 1, 0),)),
+    ):
+        with pytest.raises(LayoutError, match="no range"):
+            layout.experts(1, 4)
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_a_run_from_the_first_sync_to_the_shutdown(files, start):
         assert {engine.state for engine in status.engines} == {EngineState.SERVING}
         assert sum(engine.calls["/generate"] for engine in engines) == GROUPS * SIZE * STEPS + 2 * 5
         await asyncio.to_thread(client.shutdown)
-        assert role.exit_code() == 0, role.text()
+        assert await asyncio.to_thread(role.exit_code) == 0, role.text()
         assert workers
         assert gone(workers)
 

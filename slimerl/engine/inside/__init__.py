@@ -1,1 +1,5 @@
-"""What runs inside an engine process. Imports torch alone, so that it installs into SGLang's own environment."""
+"""What runs inside an engine's processes: process entry, CPU shim, weight loader, digest. Needs torch alone.
+
+Invariant: SGLang is used as it is installed; what must differ is set after import (`import_hooks`), in the engine's
+own processes only.
+"""

@@ -31,7 +31,7 @@ from slimerl.resharding.planner.records import refine
 from slimerl.resharding.planner.rings import finer_at_the_end, schedule
 from slimerl.resharding.planner.shape import PlanOptions, SyncShape
 from slimerl.resharding.planner.templates import IntArray, Signatures, signatures
-from slimerl.resharding.planner.topology import engine_nodes
+from slimerl.resharding.planner.topology import Nodes, engine_nodes
 from slimerl.resharding.planner.waterfill import FloatArray, Level, level
 
 
@@ -84,6 +84,11 @@ def _least_stripe(options: PlanOptions, level_bytes: float) -> int:
     return int(min(options.least_parcel_bytes, max(4096, level_bytes / 2000)))
 
 
+AIM = 0.9
+"""Sizes are chosen for this part of the operations allowed: parcels do not come out even."""
+ATTEMPTS = 3
+
+
 def make_plan(shape: SyncShape, template: Template | None = None) -> Plan:
     """The whole plan, checked. `template`: that of this shape, where it has been made already.
 
@@ -91,8 +96,21 @@ def make_plan(shape: SyncShape, template: Template | None = None) -> Plan:
     """
     template = make_template(shape) if template is None else template
     nodes = engine_nodes(shape.topology, template.rings)
+    aim = shape.options.operations_per_nic * AIM
+    for _ in range(ATTEMPTS):
+        plan = _plan(shape, template, nodes, aim)
+        sent, received = plan.nic_operations
+        most = int((sent + received)[template.train.ranks :].max())
+        if most <= shape.options.operations_per_nic:
+            break
+        aim *= 0.97 * shape.options.operations_per_nic / most
+    check_cover(plan)
+    return plan
+
+
+def _plan(shape: SyncShape, template: Template, nodes: Nodes, aim: float) -> Plan:
     longest = max(len(ring) for ring in nodes.rings)
-    fragments, parcels = _parcels(shape, template, longest)
+    fragments, parcels = _parcels(shape, template, longest, aim)
     slot = choose_entries(parcels, slot_speeds(nodes, shape.topology.nic_speeds()))
     if longest > 1:
         least = _least_stripe(shape.options, float(parcels.nbytes.max()) * 10)
@@ -101,17 +119,16 @@ def make_plan(shape: SyncShape, template: Template | None = None) -> Plan:
         slot = slot[part_of]
     turns = schedule(parcels, slot, nodes.rings, template.relay_classes)
     operations = spell_operations(parcels, turns, nodes)
-    plan = Plan(shape, template, nodes, fragments, parcels, slot, turns, operations)
-    check_cover(plan)
-    return plan
+    return Plan(shape, template, nodes, fragments, parcels, slot, turns, operations)
 
 
-def _parcels(shape: SyncShape, template: Template, members: int) -> tuple[Fragments, Parcels]:
+def _parcels(shape: SyncShape, template: Template, longest: int, aim: float) -> tuple[Fragments, Parcels]:
+    """Parcels for about `aim` operations of an engine's NIC, in rings of up to `longest` nodes."""
     options, atoms = shape.options, template.atoms
     # A node passes on all that it gets but for what ends with it; the last turn is cut up, and turns are filled up.
-    passed_to = members * (shape.topology.classes if template.relay_classes else 1)
-    per_nic = options.operations_per_nic / (2 - 1 / passed_to)
-    per_nic = max(per_nic // members * members - (options.last_turn_pieces - 1) * members, per_nic / 2)
+    passed_to = longest * (shape.topology.classes if template.relay_classes else 1)
+    per_nic = aim / (2 - 1 / passed_to)
+    per_nic = max(per_nic // longest * longest - (options.last_turn_pieces - 1) * longest, per_nic / 2)
     level_bytes = float(atoms.nbytes.sum()) / shape.topology.engine_ranks
     least = _least_stripe(options, level_bytes)
     for by_node in (False, True):

@@ -24,8 +24,8 @@ REVISION = 1
 class PlanOptions:
     """How finely a plan cuts."""
 
-    operations_per_nic: int = 720
-    """Sent and received together; the parcels are made as large as this asks."""
+    operations_per_nic: int = 798
+    """Of an engine, sent and received together; the parcels are made as large as this asks."""
     least_parcel_bytes: int = 1 << 20
     """Below this an operation costs more than its bytes; smaller tensors are packed."""
     most_parcel_bytes: int = 1 << 28
