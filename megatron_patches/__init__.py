@@ -13,7 +13,7 @@ from megatron_patches.device import (
 )
 from megatron_patches.optimizer import adam_with_one_step_per_group
 from megatron_patches.registry import PATCHES, UnknownMegatronVersion, apply
-from megatron_patches.speed import torch_compile_off
+from megatron_patches.speed import packed_rope_without_a_loop, torch_compile_off
 
 __all__ = [
     "PATCHES",
@@ -22,6 +22,7 @@ __all__ = [
     "apply",
     "cuda_literal_means_cpu",
     "optimizers_accept_cpu_tensor_types",
+    "packed_rope_without_a_loop",
     "random_state_is_the_cpus",
     "tensors_stay_on_the_cpu",
     "torch_compile_off",

@@ -90,7 +90,7 @@ def random_state_is_the_cpus() -> None:
 
     For megatron-core 0.16.1: the tracker that seeds tensor-parallel dropout and initialisation.
     """
-    random = _import_quietly("megatron.core.tensor_parallel.random")
+    random = import_quietly("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
     set_state = torch.set_rng_state
     random._set_cuda_rng_state = lambda state, *_, **__: set_state(state)  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ def cuda_literal_means_cpu() -> None:
     """
     torch_on_cpu = _TorchOnCpu()
     for name in MODULES_WITH_LITERAL_CUDA:
-        _import_quietly(name).torch = torch_on_cpu  # type: ignore[attr-defined]
+        import_quietly(name).torch = torch_on_cpu  # type: ignore[attr-defined]
 
 
 @cpu_patch
@@ -165,6 +165,7 @@ def without_import_warnings() -> Iterator[None]:
         yield
 
 
-def _import_quietly(name: str) -> types.ModuleType:
+def import_quietly(name: str) -> types.ModuleType:
+    """Import a Megatron module `without_import_warnings`."""
     with without_import_warnings():
         return importlib.import_module(name)

@@ -76,7 +76,9 @@ def experts_everywhere(ranks: int, expert: int | None = None) -> EngineLayout:
 
 
 EIGHT_STAGES = (8, 8, 8, 8, 8, 8, 7, 6)
-DEEPSEEK = Case("deepseek-v3", "deepseek_v3_671b", trainer(4, 8, 8, 32, stages=EIGHT_STAGES), experts_everywhere(32), 16)
+DEEPSEEK = Case(
+    "deepseek-v3", "deepseek_v3_671b", trainer(4, 8, 8, 32, stages=EIGHT_STAGES), experts_everywhere(32), 16
+)
 KIMI = Case("kimi-k2", "kimi_k2_1t", trainer(4, 8, 8, 32, stages=EIGHT_STAGES), experts_everywhere(32), 16)
 DEEPSEEK_TP16 = DEEPSEEK._replace(name="deepseek-v3 tp16", engine=EngineLayout(16), replicas=32)
 KIMI_TP16 = KIMI._replace(name="kimi-k2 tp16", engine=EngineLayout(16), replicas=32)
@@ -119,9 +121,10 @@ MATRIX = (
     Case("t: qwen3-235b ep64", "qwen3_235b_a22b", trainer(8, 2, 2, 16), experts_everywhere(64), 4),
     Case("t: glm-4.5", "glm45_355b", trainer(4, 2, 4, 16), experts_everywhere(80), 4),
     Case("t: glm-4.5 uneven", "glm45_355b", trainer(4, 4, 2, 8, stages=(40, 20, 20, 12)), experts_everywhere(32), 8),
-    Case("t: deepseek-v3", "deepseek_v3_671b", trainer(4, 4, 4, 16, stages=(16, 15, 15, 15)), experts_everywhere(128), 2),
+    Case("t: deepseek-v3", "deepseek_v3_671b", trainer(4, 4, 4, 16, stages=(16, 15, 15, 15)),
+         experts_everywhere(128), 2),
     Case("t: deepseek-v3 ep256", "deepseek_v3_671b", trainer(8, 4, 4, 32, stages=(16, 15, 15, 15)),
          experts_everywhere(256), 2),
     Case("t: kimi-k2", "kimi_k2_1t", trainer(4, 2, 4, 16, stages=(31, 30)), experts_everywhere(64), 2),
-    Case("t: smollm2", "smollm2_135m", trainer(1, 1, 2), EngineLayout(3), 1)._replace(engine=EngineLayout(1), replicas=16),
+    Case("t: smollm2", "smollm2_135m", trainer(1, 1, 2), EngineLayout(1), 16),
 )  # fmt: skip

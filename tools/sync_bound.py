@@ -1,9 +1,9 @@
 """The least possible time of a sync by linear programming, from the families' placements alone.
 
-Flows in: a `SyncShape`. Flows out: seconds. The planner's own bound comes from its templates and a water level; this one
-enumerates every rank's placements, groups boxes by who holds them, and lets scipy's HiGHS find the best split: bytes
-x[box group, owner] that leave each trainer NIC once, bytes y[node, NIC] that enter each node once. It shares with the
-planner the families' tables and nothing else.
+Flows in: a `SyncShape`. Flows out: seconds. The planner's own bound comes from its templates and a water level; this
+one enumerates every rank's placements, groups boxes by who holds them, and lets scipy's HiGHS find the best split:
+bytes x[box group, owner] that leave each trainer NIC once, bytes y[node, NIC] that enter each node once. It shares with
+the planner the families' tables and nothing else.
 """
 
 from collections import defaultdict
@@ -57,22 +57,18 @@ def _owned_bytes(shape: SyncShape) -> dict[frozenset[int], int]:
     """Bytes of one copy of the model by the set of trainer ranks that hold them."""
     family = family_of(shape.config)
     wire = {t.name: t for t in family.logical_tensors(shape.config, shape.dtype, shape.form)}
-    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
+    holders: dict[tuple[str, Box], set[int]] = defaultdict(set)
     for rank in range(shape.train.world_size):
         for placement in family.megatron_placements(shape.config, shape.train, rank, shape.form):
             if not placement.is_padding:
-                holders[placement.tensor, placement.box].append(rank)
+                holders[placement.tensor, placement.box].add(rank)
     owned: dict[frozenset[int], int] = defaultdict(int)
-    seen: set[tuple[str, Box]] = set()
     for (name, box), ranks in holders.items():
-        assert (name, box) not in seen
-        owned[frozenset(ranks)] += box.numel * wire[name].dtype.itemsize + _scale_bytes(shape, scale_name(name) in wire, box)
-    return _without_copies(shape, owned, sum(tensor.nbytes for tensor in wire.values()))
-
-
-def _without_copies(shape: SyncShape, owned: dict[frozenset[int], int], wanted: int) -> dict[frozenset[int], int]:
-    if sum(owned.values()) != wanted:
-        raise RuntimeError(f"the trainer's boxes have {sum(owned.values())} bytes, the model {wanted}")
+        nbytes = box.numel * wire[name].dtype.itemsize
+        owned[frozenset(ranks)] += nbytes + _scale_bytes(shape, scale_name(name) in wire, box)
+    total = sum(tensor.nbytes for tensor in wire.values())
+    if sum(owned.values()) != total:
+        raise RuntimeError(f"the trainer's boxes have {sum(owned.values())} bytes, the model {total}")
     return owned
 
 

@@ -7,7 +7,7 @@ Invariant: a directory that stands under its final name is complete.
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -122,12 +122,17 @@ def _files_by_name(directory: Path) -> dict[str, str]:
 
 
 def check_keys(
-    checkpoint: HfCheckpoint, tensors: Sequence[LogicalTensor], aliases: Mapping[str, str] | None = None
+    checkpoint: HfCheckpoint,
+    tensors: Sequence[LogicalTensor],
+    aliases: Mapping[str, str] | None = None,
+    unused: Collection[str] = (),
 ) -> None:
     """The checkpoint has exactly these tensors in these shapes.
 
     Args:
         aliases: names that may stand there as well, if they equal the tensor that they repeat (a tied head).
+        unused: names that may stand there as well and are not read (`Family.unused_tensors`: the prediction layer of
+            a model that is built without).
 
     Raises:
         CheckpointError: names what is missing, unexpected or of another shape.
@@ -137,7 +142,7 @@ def check_keys(
     where = f"checkpoint {checkpoint.directory}"
     if missing := wanted.keys() - checkpoint.keys():
         raise CheckpointError(f"{where} lacks {some_names(missing)}, which its config.json asks for")
-    if unexpected := checkpoint.keys() - wanted.keys() - aliases.keys():
+    if unexpected := checkpoint.keys() - wanted.keys() - aliases.keys() - set(unused):
         raise CheckpointError(f"{where} has {some_names(unexpected)}, which its config.json does not ask for")
     for name, shape in wanted.items():
         if checkpoint.shape(name) != shape:

@@ -173,7 +173,9 @@ class RolloutSimulation:
             self._send(course, engine_id, query)
 
     def _begin(self, one: Conversation) -> None:
-        tokens = tuple(token for s in one.opening for token in segment_tokens(s.key, 0, s.length))
+        tokens: tuple[int, ...] = ()
+        for segment in one.opening:
+            tokens += segment_tokens(segment.key, 0, segment.length)
         course = _Course(one, one.opening, tokens)
         self._under_way[one.session] = course
         self.tally.prompt_tokens += len(tokens)

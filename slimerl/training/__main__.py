@@ -19,6 +19,7 @@ from slimerl.resilience.deadline import Deadline
 from slimerl.resilience.processes import die_with_parent
 from slimerl.samples.rows import DataError
 from slimerl.spec import RunSpec, SpecError, load_spec
+from slimerl.training.memory import keep_freed_memory
 from slimerl.training.termination import end_on_sigterm
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     torch.set_num_threads(spec.training.threads_per_rank)
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     megatron_patches.apply()
     with without_import_warnings():
         from slimerl.training import parallel

@@ -100,7 +100,7 @@ def test_a_running_sample_goes_on_with_the_new_weights_and_says_where_they_begin
 
 
 async def _update_in_mid_sample(engine: RunningEngine, model: Any, version: int) -> Any:
-    """Streams, so that the update can begin once tokens have come."""
+    """Streams: the update begins once tokens have come, and the sample ends once new weights have made some."""
     body = {
         "input_ids": PROMPT,
         "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 1.0},
@@ -108,7 +108,7 @@ async def _update_in_mid_sample(engine: RunningEngine, model: Any, version: int)
         "stream": True,
     }
     headers = {"Authorization": f"Bearer {engine.info.admin_key}"}
-    chunk, updated = None, False
+    chunk, updated, enough = None, False, None
     async with (
         aiohttp.ClientSession(headers=headers) as session,
         session.post(engine.server.url + "/generate", json=body) as response,
@@ -120,7 +120,11 @@ async def _update_in_mid_sample(engine: RunningEngine, model: Any, version: int)
             if not updated:
                 updated = True
                 assert await asyncio.to_thread(update, engine, model, version) == {}
-                await session.post(engine.server.url + "/abort_request", json={"rid": chunk["meta_info"]["id"]})
+            meta = chunk["meta_info"]
+            if enough is None and meta["weight_version"] == str(version):
+                enough = meta["completion_tokens"] + 8
+            if enough is not None and meta["completion_tokens"] >= enough:
+                await session.post(engine.server.url + "/abort_request", json={"rid": meta["id"]})
     return read_generation(chunk)
 
 

@@ -106,9 +106,7 @@ def _boxes(share: Share) -> list[tuple[int, int, tuple[int, ...]]]:
 def _region(parameter: np.ndarray, box: tuple[int, ...]) -> np.ndarray:
     _, slice_, row, rows, column, columns, *_ = box
     inside = parameter if slice_ < 0 else parameter[slice_]
-    if inside.ndim < 3 and inside.dtype == np.uint8:
-        inside = inside[None]
-    elif inside.ndim < 2:
+    if inside.ndim < (3 if inside.dtype == np.uint8 else 2):
         inside = inside[None]
     return inside[row : row + rows, column : column + columns]
 

@@ -45,6 +45,60 @@ GLM: dict[str, Any] = {key: value for key, value in DEEPSEEK.items() if key not 
 }
 KIMI: dict[str, Any] = DEEPSEEK | {"model_type": "kimi_k2", "num_nextn_predict_layers": 0, "n_routed_experts": 12}
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3_235b_a22b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+    },
+    "glm45_355b": GLM
+    | {
+        "vocab_size": 151552,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 92,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "n_routed_experts": 160,
+        "first_k_dense_replace": 3,
+    },
+    "deepseek_v3_671b": DEEPSEEK
+    | {
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "first_k_dense_replace": 3,
+    },
+}
+PUBLISHED["kimi_k2_1t"] = PUBLISHED["deepseek_v3_671b"] | {
+    "model_type": "kimi_k2",
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+
 
 @st.composite
 def sparse_configs(draw: st.DrawFn, ranks: int = 1, expert: int = 1, whole_blocks: bool = False) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_models import BLOCK, DEEPSEEK, GLM
+from sparse_models import BLOCK, DEEPSEEK, GLM, PUBLISHED
 
 from slimerl.resharding.buckets import split_into_buckets
 from slimerl.resharding.families import BlockScales, ConfigError, Form, family_of
@@ -12,23 +12,7 @@ from slimerl.resharding.families.scales import scale_name
 from slimerl.resharding.layouts import EngineLayout, LayoutError, MegatronLayout
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-LARGE = DEEPSEEK | {
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "first_k_dense_replace": 3,
-    "quantization_config": FP8,
-}
+LARGE = PUBLISHED["deepseek_v3_671b"] | {"num_hidden_layers": 5, "quantization_config": FP8}
 """DeepSeek-V3 but for the number of layers."""
 FORM = Form(prediction=True, scales=BlockScales.of(LARGE))
 
@@ -99,25 +83,11 @@ def test_an_engine_that_would_cut_a_block_is_refused(config, layout, message):
 
 
 def test_qwen3_235b_in_fp8_at_eight_gpus_needs_expert_parallelism():
-    config = {
-        "model_type": "qwen3_moe",
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-    }
+    config = PUBLISHED["qwen3_235b_a22b"] | {"num_hidden_layers": 1}
     with pytest.raises(LayoutError, match=r"experts\.\{expert\}\.gate_proj\.weight.*\(192, 4096\)"):
         shapes_of_rank(config, EngineLayout(8))
-    assert shapes_of_rank(config, EngineLayout(8, expert=8))["model.layers.0.mlp.experts.w13_weight_scale_inv"] == (
-        16,
-        24,
-        32,
-    )
+    shapes = shapes_of_rank(config, EngineLayout(8, expert=8))
+    assert shapes["model.layers.0.mlp.experts.w13_weight_scale_inv"] == (16, 24, 32)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 4000, 1 << 30])

@@ -7,8 +7,9 @@ import pytest
 import torch
 from resharding_models import State, random_state, same_bits
 from safetensors.torch import load_file, save_file
+from sparse_models import DEEPSEEK
 
-from slimerl.resharding.families import family_of
+from slimerl.resharding.families import Form, family_of
 from slimerl.resharding.hf_checkpoint import CheckpointError, HfCheckpoint, check_keys, read_config, write_checkpoint
 
 CONFIG = {
@@ -148,6 +149,22 @@ def test_w8_a_tied_head_may_stand_in_the_file_if_it_repeats_its_owner(source):
     save_file(state, source / "model.safetensors")
     with HfCheckpoint(source) as checkpoint, pytest.raises(CheckpointError, match=r"lm_head\.weight should repeat"):
         check_keys(checkpoint, family.logical_tensors(tied), family.aliases(tied))
+
+
+def test_a_prediction_layer_may_stand_in_the_file_of_a_model_that_is_built_without(source):
+    """Fault: DeepSeek-V3's own checkpoint is refused, because it has a layer more than the trainer."""
+    family = family_of(DEEPSEEK)
+    state = random_state(DEEPSEEK, Form(prediction=True))
+    copies = family.aliases(DEEPSEEK)
+    assert set(copies) == {f"model.layers.4.{name}.weight" for name in ("embed_tokens", "shared_head.head")}
+    state |= {name: state[owner].clone() for name, owner in copies.items()}
+    save_file(state, source / "model.safetensors")
+    with HfCheckpoint(source) as checkpoint:
+        tensors = family.logical_tensors(DEEPSEEK)
+        check_keys(checkpoint, tensors, copies, family.unused_tensors(DEEPSEEK))
+        check_keys(checkpoint, family.logical_tensors(DEEPSEEK, form=Form(prediction=True)), copies)
+        with pytest.raises(CheckpointError, match=r"has model\.layers\.4\."):
+            check_keys(checkpoint, tensors, copies)
 
 
 def test_c2_a_torn_file_is_named(source):
