@@ -29,14 +29,21 @@ def packed_rope_without_a_loop() -> None:
     """
     rope_utils: Any = import_quietly("megatron.core.models.common.embeddings.rope_utils")
     real = rope_utils._apply_rotary_pos_emb_thd
+    # every layer asks for the same pack, for queries and for keys
+    last: list[torch.Tensor] = []
+
+    def of_pack(freqs: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        if not last or last[0] is not freqs or last[1] is not cu_seqlens:
+            starts, lengths = cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1]
+            positions = torch.arange(int(cu_seqlens[-1]), device=freqs.device) - starts.repeat_interleave(lengths)
+            last[:] = [freqs, cu_seqlens, freqs[positions]]
+        return last[2]
 
     def apply(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("cp_group")
         if args or group is None or group.size() > 1 or freqs.size(0) == t.size(0):
             return real(t, cu_seqlens, freqs, *args, **kwargs)
-        starts, lengths = cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1]
-        positions = torch.arange(t.size(0), device=t.device) - starts.repeat_interleave(lengths)
         rest = {name: value for name, value in kwargs.items() if name != "cp_group"}
-        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], **rest).squeeze(1)
+        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), of_pack(freqs, cu_seqlens), **rest).squeeze(1)
 
     rope_utils._apply_rotary_pos_emb_thd = apply

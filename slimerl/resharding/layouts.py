@@ -277,7 +277,7 @@ class EngineLayout:
     head_over_attention: bool = False
     """--enable-dp-lm-head: the output layer is cut like attention."""
     replicated_dense: bool = False
-    """--moe-dense-tp-size 1: every rank holds MLPs that are no experts whole."""
+    """--moe-dense-tp-size 1 (DeepSeek, GLM): every rank holds MLPs that are no experts whole."""
     replicated_shared: bool = False
     """Every rank holds shared experts whole: SGLANG_SHARED_EXPERT_TP1 (DeepSeek), or an all-to-all backend."""
     fused_shared_experts: bool = False

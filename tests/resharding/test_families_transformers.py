@@ -48,8 +48,8 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 2}),
     ("kimi_k2", {"first_k_dense_replace": 1}),
 ]
-KEPT_IN_FP32 = {"glm4_moe": ("gate.weight", "e_score_correction_bias")}
-"""Where the engine's dtype is fp32 whatever the model's, the tables say so; the trainer casts."""
+KEPT_IN_FP32 = "e_score_correction_bias"
+"""Published checkpoints have it in fp32; transformers' `to` casts it with the rest."""
 
 
 def saved(directory: Path, model_type: str, **changes: object) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -57,9 +57,8 @@ def saved(directory: Path, model_type: str, **changes: object) -> dict[str, tupl
     config_class, model_class = (getattr(transformers, name) for name in CLASSES[model_type])
     sizes = {**SIZES, **EXTRA.get(model_type, {}), **changes}
     model_class(config_class(**sizes)).to(torch.bfloat16).save_pretrained(directory)
-    in_fp32 = KEPT_IN_FP32.get(model_type, ("e_score_correction_bias",))
     return {
-        name: (tuple(tensor.shape), torch.float32 if name.endswith(in_fp32) else tensor.dtype)
+        name: (tuple(tensor.shape), torch.float32 if name.endswith(KEPT_IN_FP32) else tensor.dtype)
         for name, tensor in load_file(directory / "model.safetensors").items()
     }
 
@@ -72,7 +71,7 @@ def test_every_family_is_compared_here():
 def test_w10_logical_tensors_are_the_checkpoints_keys_and_shapes(model_type, changes, tmp_path):
     expected = saved(tmp_path, model_type, **changes)
     config = {**read_config(tmp_path), "model_type": model_type}
-    tensors = family_of(config).logical_tensors(config)
+    tensors = family_of(config).checkpoint_tensors(config)
     assert {tensor.name: (tensor.shape, tensor.dtype) for tensor in tensors} == expected
     assert ("lm_head.weight" in expected) != bool(changes.get("tie_word_embeddings"))
     with HfCheckpoint(tmp_path) as checkpoint:
@@ -83,5 +82,18 @@ def test_w10_logical_tensors_are_the_checkpoints_keys_and_shapes(model_type, cha
 def test_a_config_without_optional_keys_means_what_transformers_means(model_type, tmp_path):
     expected = saved(tmp_path, model_type, num_key_value_heads=4)
     config = {"model_type": model_type, **SIZES, **EXTRA.get(model_type, {}), "num_key_value_heads": 4}
-    tensors = family_of(config).logical_tensors(config, torch.bfloat16)
+    tensors = family_of(config).checkpoint_tensors(config, torch.bfloat16)
     assert {tensor.name: (tensor.shape, tensor.dtype) for tensor in tensors} == expected
+
+
+def test_the_router_of_glm_is_fp32_in_the_engine_and_bf16_in_the_checkpoint():
+    config = {"model_type": "glm4_moe", **SIZES, **ROUTED}
+    family, name = family_of(config), "model.layers.1.mlp.gate.weight"
+    kinds = [
+        {tensor.name: tensor.dtype for tensor in tensors}[name]
+        for tensors in (
+            family.logical_tensors(config, torch.bfloat16),
+            family.checkpoint_tensors(config, torch.bfloat16),
+        )
+    ]
+    assert kinds == [torch.float32, torch.bfloat16]

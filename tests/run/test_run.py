@@ -10,6 +10,7 @@ from tiny_run import interrupt, shared_memory, start, write_spec
 
 from slimerl.resilience.deadline import Deadline
 from slimerl.telemetry import read_records
+from slimerl.telemetry.report import series
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +23,10 @@ def records(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", ["data=2", "tensor=2"])
+@pytest.mark.parametrize("grid", ["dp2", "tp2"])
 def test_a_run_trains_proves_each_sync_and_exports_what_it_trained(spec, grid):
     memory = shared_memory()
-    overrides = ["training.parallel.data=1", "training.parallel.tensor=2"] if grid == "tensor=2" else []
+    overrides = ["training.parallel.data=1", "training.parallel.tensor=2"] if grid == "tp2" else []
     run = start(spec, *overrides)
     run.until_step(1)
     code, output = run.finish()
@@ -51,7 +52,7 @@ def test_sft_runs_on_the_same_trainer_without_engines(tmp_path):
     spec = write_spec(tmp_path, algorithm={"name": "sft"}, training={"steps": 8})
     code, output = start(spec).finish()
     assert code == 0, output
-    losses = [record["train/loss"] for record in read_records(tmp_path / "run" / "metrics.jsonl")]
+    losses = series(read_records(tmp_path / "run" / "metrics.jsonl"), "train/loss")
     assert len(losses) == 8
     assert losses[-1] < losses[0]
 

@@ -24,7 +24,8 @@ def write_spec(directory: Path, **sections: dict[str, Any]) -> Path:
     model = directory / "base"
     if not model.exists():
         make_tiny_model("qwen3", model, tied=True)
-        rows = [{"id": f"p{n}", "prompt": f"{n}+{n}=", "answer": str(2 * n), "response": str(2 * n)} for n in range(10)]
+        # One digit: short enough that a random model says some of them by chance, and there is something to learn.
+        rows = [{"id": f"p{n}", "prompt": f"{n}=", "answer": str(n), "response": str(n)} for n in range(10)]
         (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree: dict[str, Any] = {
         "name": "tiny",
@@ -35,8 +36,8 @@ def write_spec(directory: Path, **sections: dict[str, Any]) -> Path:
             "eval_path": str(directory / "data.jsonl"),
             "max_prompt_tokens": 16,
         },
-        "training": {"steps": 2, "prompts_per_step": 4, "parallel": {"data": 2}, "optimizer": {"lr": 1e-3}},
-        "rollout": {"samples_per_prompt": 4, "max_new_tokens": 8},
+        "training": {"steps": 2, "prompts_per_step": 8, "parallel": {"data": 2}, "optimizer": {"lr": 1e-3}},
+        "rollout": {"samples_per_prompt": 8, "max_new_tokens": 24},
         "engine": {"context_tokens": 256, "threads": 1},
     }
     for section, values in sections.items():
@@ -98,6 +99,8 @@ class Run:
 
 
 def start(spec: Path, *overrides: str) -> Run:
+    # What an earlier run in this directory recorded must not be taken for this one's.
+    (spec.parent / "run" / "metrics.jsonl").unlink(missing_ok=True)
     command = [sys.executable, "-m", "slimerl.cli", "run", str(spec), "--fresh", *overrides]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "120"}

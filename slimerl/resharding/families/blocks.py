@@ -98,10 +98,11 @@ def replicated(
     transformer_engine: str | None = None,
     engine: str | None = None,
     dtype: torch.dtype | None = None,
+    widened: bool = False,
 ) -> Block:
     """A weight that every rank holds whole (norms, routers); `engine`: SGLang's name if not the checkpoint's."""
     return Block(
-        weights=(Weight(name, shape, dtype),),
+        weights=(Weight(name, shape, dtype, widened=widened),),
         megatron=(Rule(megatron, (name,), ROWS, Axis.NONE, transformer_engine),),
         engine=(Rule(engine or name, (name,), ROWS, Axis.NONE),),
     )
@@ -127,15 +128,13 @@ def head(size: Dimensions) -> Block:
     )
 
 
-def linear(
-    names: tuple[str, str, str], shape: tuple[int, int], cut: Cut, axis: Axis, engine_axis: Axis | None = None
-) -> Block:
+def linear(names: tuple[str, str, str], shape: tuple[int, int], cut: Cut, axis: Axis) -> Block:
     """One matrix that is a parameter of its own on both sides; `names` in checkpoint, Megatron, engine."""
     checkpoint, megatron, engine = names
     return Block(
         weights=(Weight(checkpoint, shape, quantised=True),),
         megatron=(Rule(megatron, (checkpoint,), cut, axis),),
-        engine=(Rule(engine, (checkpoint,), cut, engine_axis or axis),),
+        engine=(Rule(engine, (checkpoint,), cut, axis),),
     )
 
 

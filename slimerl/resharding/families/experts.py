@@ -29,11 +29,16 @@ class ExpertSizes:
 
 def router(sizes: ExpertSizes, bias: bool = False, dtype: torch.dtype | None = None, site: Site = DECODER) -> Block:
     """Router, replicated. `bias`: the correction of load balance without loss, in fp32 whatever the model's dtype; on
-    Megatron's side a buffer, part of the state dict but no parameter. `dtype`: of the engine's weight, None: the
-    model's."""
+    Megatron's side a buffer, part of the state dict but no parameter. `dtype`: of the engine's weight, where that is
+    another one than the model's."""
     here, core, there = f"{site.checkpoint}mlp.gate.", f"{site.megatron}mlp.router.", f"{site.engine}mlp.gate."
     block = replicated(
-        f"{here}weight", (sizes.experts, sizes.hidden), f"{core}weight", engine=f"{there}weight", dtype=dtype
+        f"{here}weight",
+        (sizes.experts, sizes.hidden),
+        f"{core}weight",
+        engine=f"{there}weight",
+        dtype=dtype,
+        widened=dtype is not None,
     )
     if bias:
         name = "e_score_correction_bias"

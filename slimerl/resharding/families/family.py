@@ -58,7 +58,8 @@ class Family:
     def logical_tensors(
         self, config: Config, dtype: torch.dtype | None = None, form: Form = PLAIN
     ) -> list[LogicalTensor]:
-        """All tensors of the checkpoint in its order, in the dtype of the config or, where given, `dtype`.
+        """All tensors of the checkpoint in its order, as an engine holds them: in the dtype of the config or, where
+        given, `dtype`.
 
         Weights with a dtype of their own (router biases, quantised matrices and their scales) keep it.
         Raises ConfigError.
@@ -70,6 +71,23 @@ class Family:
                 shape, stored = weight.shape, weight.dtype or dtype
                 found += [LogicalTensor(name, shape, stored) for name in _names(weight, layer)]
         return found
+
+    def checkpoint_tensors(
+        self, config: Config, dtype: torch.dtype | None = None, form: Form = PLAIN
+    ) -> list[LogicalTensor]:
+        """As `logical_tensors`, but what the engine alone keeps in a wider dtype (GLM's router) is in the model's."""
+        dtype = model_dtype(config) if dtype is None else dtype
+        widened = {
+            name
+            for layer, block in _blocks(form.of(self.table(config)))
+            for weight in block.weights
+            if weight.widened
+            for name in _names(weight, layer)
+        }
+        return [
+            replace(tensor, dtype=dtype) if tensor.name in widened else tensor
+            for tensor in self.logical_tensors(config, dtype, form)
+        ]
 
     def fused_groups(self, config: Config, form: Form = PLAIN) -> list[tuple[str, ...]]:
         """Names that must travel together, because the engine holds them in one parameter (q|k|v, gate|up) or cannot

@@ -25,10 +25,12 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    """None: the model's."""
+    """Of the engine, and so on the way to it; None: the model's."""
     experts: int = 0
     quantised: bool = False
     """Stored in FP8 with block scales by an engine whose model is quantised (`scales.py`)."""
+    widened: bool = False
+    """`dtype` is the engine's alone; checkpoints have the weight in the model's."""
 
 
 @dataclass(frozen=True)
