@@ -150,7 +150,7 @@ class EngineSpec(Strict):
     max_total_tokens: Positive = 20_000
     """KV cache size in tokens."""
     context_tokens: Positive = 2048
-    threads: Positive = 2
+    threads: Positive = 1
     """CPU threads of one engine process; without meaning on a GPU."""
     extra_args: Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)] = ()
     """Further arguments of `sglang.launch_server`, as they stand."""

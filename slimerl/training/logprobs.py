@@ -18,7 +18,7 @@ from slimerl.training.matmul import product
 CHUNK_BYTES = 256 * 2**20
 """Logits computed at once (fp32). Smaller chunks multiply thin matrices and add up the weight's gradient more often."""
 
-KEPT_BYTES = 1024 * 2**20
+KEPT_BYTES = 512 * 2**20
 """Up to this size all chunks are kept for the backward pass; beyond it they are computed again there."""
 
 

@@ -15,8 +15,20 @@ from slimerl.resharding.planner import PlanCache, PlanOptions, SyncShape, Topolo
 from slimerl.resharding.planner.lines import cut_line
 from slimerl.resharding.planner.waterfill import level
 
-WIDE = DENSE | {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096, "num_hidden_layers": 8}
-WIDE_MOE = MOE | {"hidden_size": 256, "moe_intermediate_size": 128, "vocab_size": 4096, "num_hidden_layers": 8}
+WIDE = DENSE | {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "vocab_size": 4096,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+}
+WIDE_MOE = MOE | {
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "vocab_size": 4096,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+}
 
 
 def linear_level(owners, nbytes, speeds):

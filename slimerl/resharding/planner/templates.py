@@ -217,8 +217,9 @@ class _Side:
     def _solve(self, rule: Rule, sources: Sequence[Weight], scaled: bool) -> _Solution:
         key = (rule.cut, rule.axis, tuple(source.shape for source in sources), scaled)
         if key not in self._solved:
-            # Numbers stand for the names, so that rules with other names share the solution.
-            tensors = [LogicalTensor(str(i), source.shape, torch.uint8) for i, source in enumerate(sources)]
+            # Rules with other names share the solution; the names are for messages.
+            tensors = [LogicalTensor(source.name, source.shape, torch.uint8) for source in sources]
+            number = {source.name: i for i, source in enumerate(sources)}
             pieces: list[list[_Row]] = [[] for _ in sources]
             padding: list[_Row] = []
             extent = Extent(0, 0)
@@ -235,7 +236,7 @@ class _Side:
                     if scaled:
                         row = self._in_blocks(row, used)
                         used += row[2] - row[1]
-                    pieces[int(piece.tensor)].append(row)
+                    pieces[number[piece.tensor]].append(row)
             self._solved[key] = _Solution(pieces, extent, padding)
         return self._solved[key]
 
