@@ -71,7 +71,9 @@ def test_the_water_level_is_the_linear_programs(seed, density):
     ],
 )
 def test_the_fullest_nic_is_within_one_percent_of_a_linear_program(config, train, engine, replicas):
-    shape = SyncShape(config, train, engine, Topology(train.world_size, engine.world_size, replicas))
+    topology = Topology(train.world_size, engine.world_size, replicas)
+    # A few megabytes for each NIC: they are level to a percent only where tensors are cut finely.
+    shape = SyncShape(config, train, engine, topology, options=PlanOptions(granule_rows=8))
     plan, bound = make_plan(shape), linear_bound(shape)
     sent, received = plan.nic_bytes
     assert max(sent.max(), received.max()) / shape.topology.nic_bytes_per_s <= 1.01 * bound

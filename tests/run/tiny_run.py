@@ -98,9 +98,10 @@ class Run:
         ]
 
 
-def start(spec: Path, *overrides: str) -> Run:
-    # What an earlier run in this directory recorded must not be taken for this one's.
-    (spec.parent / "run" / "metrics.jsonl").unlink(missing_ok=True)
+def start(spec: Path, *overrides: str, keep_record: bool = False) -> Run:
+    """Start it; what an earlier run in the same directory recorded goes first, lest it be taken for this one's."""
+    if not keep_record:
+        (spec.parent / "run" / "metrics.jsonl").unlink(missing_ok=True)
     command = [sys.executable, "-m", "slimerl.cli", "run", str(spec), "--fresh", *overrides]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "120"}
