@@ -1,19 +1,26 @@
-"""Memory that was used once is used again: glibc's allocator, told not to give it back to the kernel.
+"""Memory that was used once is used again: glibc's allocator, told to keep more of it.
 
-A training step frees and allocates the same large tensors over and over. By default each goes back to the kernel,
-which fills new pages with zeros, one fault for every 4 KiB: a quarter of a step of a 135M-parameter model. Kept, the
-process stays as large as its largest step was.
+A training step frees and allocates the same tensors over and over. By default each larger one goes back to the kernel,
+which fills new pages with zeros, one fault for every 4 KiB: a quarter of a step of a 135M-parameter model. Tensors up
+to `KEPT_BYTES` are kept; larger ones (logits) are not, since holes of many different sizes would make the process grow
+from step to step.
 """
 
 import ctypes
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """From <malloc.h>."""
+
+KEPT_BYTES = 32 * 2**20
+"""The largest threshold that glibc takes on a 64-bit machine."""
+
+FREE_BYTES = 512 * 2**20
+"""Free memory at the end of the heap that is kept."""
 
 
 def keep_freed_memory() -> None:
     """For this process, from now on. Does nothing where the C library is not glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, -1)
-        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, FREE_BYTES)

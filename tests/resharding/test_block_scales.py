@@ -4,12 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from resharding_models import filled, random_state
 from sparse_models import BLOCK, DEEPSEEK, GLM, PUBLISHED
 
+from slimerl.engine.inside.digest import digest
 from slimerl.resharding.buckets import split_into_buckets
 from slimerl.resharding.families import BlockScales, ConfigError, Form, family_of
 from slimerl.resharding.families.scales import scale_name
 from slimerl.resharding.layouts import EngineLayout, LayoutError, MegatronLayout
+from slimerl.resharding.proof import ProofError, WeightProof
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 LARGE = PUBLISHED["deepseek_v3_671b"] | {"num_hidden_layers": 5, "quantization_config": FP8}
@@ -138,6 +141,36 @@ def test_a_quantisation_that_the_table_does_not_have_is_refused(quantisation, me
     config = LARGE | {"quantization_config": quantisation}
     with pytest.raises(ConfigError, match=message):
         family_of(config).logical_tensors(config, form=Form(scales=BlockScales.of(config)))
+
+
+def test_w12_data_and_scales_are_proven_on_every_rank_and_a_stale_scale_is_named():
+    """Fault: one rank keeps the old scale of one block beside the new data; redundant experts are proven twice."""
+    layout, form = EngineLayout(2, expert=2, redundant_experts=2), Form(scales=BlockScales(BLOCK))
+    family, state = family_of(DEEPSEEK), random_state(DEEPSEEK, form)
+    tensors = family.logical_tensors(DEEPSEEK, form=form)
+    ranks = [family.engine_placements(DEEPSEEK, layout, rank, form) for rank in range(2)]
+    proof = WeightProof(tensors, ranks)
+    for name, tensor in state.items():
+        proof.add(name, tensor)
+    parameters = [filled(placements, state) for placements in ranks]
+
+    def reports() -> list[dict[str, int]]:
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        found: list[dict[str, int]] = [{}, {}]
+        for rank, placements in enumerate(ranks):
+            for place in (place for place in placements if not place.is_padding):
+                name, bounds = place.tensor, (place.box.starts, place.box.stops)
+                view = place.view_of(parameters[rank][place.parameter])
+                value = digest(view, name, shapes[name], bounds, proof.granules[name])
+                found[rank][name] = (found[rank].get(name, 0) + value) % (1 << 64)
+        return found
+
+    proof.check("engine-0", reports())
+    parameters[1]["model.layers.2.mlp.experts.w13_weight_scale_inv"][1, 0, 0] += 1
+    with pytest.raises(
+        ProofError, match=r"rank 1 .* of model\.layers\.2\.mlp\.experts\.6\.gate_proj\.weight_scale_inv$"
+    ):
+        proof.check("engine-0", reports())
 
 
 def test_a_model_without_quantisation_has_no_scales():

@@ -38,7 +38,8 @@ CONFIGS = {
 LAYOUTS = [
     MegatronLayout(),
     MegatronLayout(tensor=2, data=2, expert=4, expert_tensor=1, vocabulary_multiple=8),
-    MegatronLayout(tensor=4, pipeline=2, expert=2, expert_tensor=2, split_latent=True),
+    MegatronLayout(tensor=2, data=2, pipeline=2, expert=2, expert_tensor=2, split_latent=True),
+    MegatronLayout(tensor=4, expert=2, expert_tensor=2),
     MegatronLayout(tensor=2, pipeline=2, virtual=2, context=2, expert=4, expert_tensor=1),
     MegatronLayout(data=4, pipeline=4, expert=4),
 ]

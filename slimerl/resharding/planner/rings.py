@@ -93,6 +93,7 @@ def schedule(parcels: Parcels, slot: IntArray, rings: Sequence[IntArray], relay_
         np.tile(parcels.root[parcel], groups),
         np.tile(lane, groups) * groups + group,
         group,
+        np.tile(parcels.nbytes[parcel], groups),
         (np.tile(previous, groups) + group * count) * np.tile(previous >= 0, groups) - np.tile(previous < 0, groups),
         (order[:, None] + count * np.arange(groups)[None, :]).ravel(),
     )
@@ -137,6 +138,7 @@ class _Line:
     root: IntArray
     ring: IntArray
     group: IntArray
+    nbytes: IntArray
     previous: IntArray
     order: IntArray
 
@@ -153,19 +155,31 @@ def _phases(line: _Line, lengths: Sequence[int]) -> list[int]:
 
 
 def _first_fit(line: _Line, lengths: Sequence[int]) -> tuple[IntArray, IntArray]:
-    """Each turn takes the first open injection; sets of rounds are the bits of integers. Returns heads and rounds."""
+    """Each turn takes the first open injection; sets of rounds are the bits of integers. Returns heads and rounds.
+
+    Of the heads that another class of nodes could feed, the one is taken whose feeder has sent least.
+    """
     sender: dict[int, int] = {}
     calendars = [_Calendar(length, phases) for length, phases in zip(lengths, _phases(line, lengths), strict=True)]
+    relayed: dict[tuple[int, int], int] = {}
     head, when = np.zeros((2, len(line.ring)), dtype=np.int64)
     roots, rings, groups, before = (x.tolist() for x in (line.root, line.ring, line.group, line.previous))
+    nbytes = line.nbytes.tolist()
     for turn in line.order.tolist():
         ring, fed_by, calendar = rings[turn], before[turn], calendars[groups[turn]]
         if fed_by < 0:
             round_ = calendar.first_free(ring, sender.get(roots[turn], 0))
             sender[roots[turn]] = sender.get(roots[turn], 0) | 1 << round_
         else:
-            round_ = calendar.first_after(ring, int(when[fed_by]), int(head[fed_by]))
+            feeder = rings[fed_by]
+            options = calendar.after(ring, int(when[fed_by]), int(head[fed_by]))
+            round_ = min(options, key=lambda r, f=feeder, c=calendar, i=ring: relayed.get((f, c.head(i, r)), 0))
+            fed_at = feeder, calendar.head(ring, round_)
+            relayed[fed_at] = relayed.get(fed_at, 0) + nbytes[turn]
         when[turn], head[turn] = round_, calendar.take(ring, round_)
+        # The node before the head passes nothing on.
+        last = ring, (int(head[turn]) - 1) % lengths[groups[turn]]
+        relayed[last] = relayed.get(last, 0) - nbytes[turn]
     return head, when
 
 
@@ -193,18 +207,24 @@ class _Calendar:
             self._open |= self._turn << self._horizon
             self._horizon += self._length
 
-    def first_after(self, ring: int, round_: int, head: int) -> int:
-        """The first round whose head has got the parcel that another ring's `head` takes in at `round_`."""
+    def after(self, ring: int, round_: int, head: int) -> list[int]:
+        """The first round for each head that has by then what another ring's `head` takes in at `round_`."""
         busy = (1 << (round_ + 1)) - 1
-        while True:
-            found = self.first_free(ring, busy)
-            if found > round_ + (self._head(ring, found) - head) % self._length:
-                return found
-            busy |= 1 << found
+        found: dict[int, int] = {}
+        # Beyond two turns of the ring, waiting for a better head costs more than it brings.
+        while not found or max(found.values()) < round_ + 2 * self._length:
+            later = self.first_free(ring, busy)
+            busy |= 1 << later
+            member = self.head(ring, later)
+            if later > round_ + (member - head) % self._length:
+                found.setdefault(member, later)
+            if len(found) == self._length:
+                break
+        return list(found.values())
 
     def take(self, ring: int, round_: int) -> int:
         """Head of the ring's next slot in that round."""
-        found = self._head(ring, round_)
+        found = self.head(ring, round_)
         index = self._taken.get((ring, round_), 0) + 1
         self._taken[ring, round_] = index
         phase = round_ % self._length
@@ -212,6 +232,7 @@ class _Calendar:
             self._full[ring] = self._full.get(ring, 0) | 1 << round_
         return found
 
-    def _head(self, ring: int, round_: int) -> int:
+    def head(self, ring: int, round_: int) -> int:
+        """The member at which the ring's next free slot is in that round."""
         phase = round_ % self._length
         return (self._first_slot[phase] + self._taken.get((ring, round_), 0) + phase) % self._length

@@ -1,0 +1,187 @@
+"""Where the KV-aware router sends what."""
+
+from collections import Counter
+
+import pytest
+from router_fixtures import MODEL, engine, prompt, send, serving
+
+from slimerl.rollout.kv_fleet import EngineModel
+from slimerl.rollout.kv_router import KvRouter
+from slimerl.rollout.router import Query, RouterError
+from slimerl.samples.messages import EngineState
+
+
+def test_a_session_stays_where_its_kv_is() -> None:
+    router = serving(4)
+    history = prompt(1, 1000)
+    first = send(router, "s", tokens=history)
+    router.end(first, generated=100)
+    for turn in range(2, 6):
+        slot = send(router, "s", tokens=prompt(1, 1000 * turn))
+        assert slot.engine_id == first.engine_id
+        router.end(slot, generated=100)
+
+
+def test_a_session_leaves_an_engine_that_is_crowded_with_others() -> None:
+    router = serving(2)
+    home = send(router, "s", tokens=prompt(1, 500)).engine_id
+    for number in range(15):
+        router.reserve(home, Query(f"x{number}", expected_new_tokens=4000))
+    assert router.route(Query("s", tokens=prompt(1, 600), expected_new_tokens=4000)) != home
+
+
+def test_a_crowded_session_stays_where_moving_costs_more_prefill_than_it_saves() -> None:
+    router = serving(2)
+    home = send(router, "s", tokens=prompt(1, 40_000)).engine_id
+    for number in range(8):
+        router.reserve(home, Query(f"x{number}", expected_new_tokens=200))
+    assert router.route(Query("s", tokens=prompt(1, 40_200), expected_new_tokens=200)) == home
+
+
+def test_a_session_does_not_change_one_queue_for_another() -> None:
+    router = serving(2)
+    home = send(router, "s", tokens=prompt(1, 64)).engine_id
+    other = next(name for name in ("e0", "e1") if name != home)
+    for number in range(60):
+        router.reserve(home if number < 40 else other, Query(f"x{number}", expected_new_tokens=500))
+    assert router.route(Query("s", tokens=prompt(1, 128), expected_new_tokens=500)) == home
+
+
+def test_a_session_leaves_an_engine_whose_kv_runs_out() -> None:
+    router = serving(2)
+    home = send(router, "s", tokens=prompt(1, 128)).engine_id
+    router.reserve(home, Query("big", tokens=prompt(2, 62_000), expected_new_tokens=1000))
+    assert router.route(Query("s", tokens=prompt(1, 192), expected_new_tokens=256)) != home
+
+
+def test_siblings_go_where_their_prompt_is_as_long_as_slots_are_free() -> None:
+    router = serving(4)
+    engines = {send(router, f"s{n}", "g", prompt(1, 1024)).engine_id for n in range(8)}
+    assert len(engines) == 1
+
+
+def test_groups_are_dealt_out_evenly_whatever_is_in_flight() -> None:
+    router = serving(8)
+    homes: Counter[str] = Counter()
+    for group in range(48):
+        slots = [send(router, f"{group}.{n}", f"g{group}", prompt(group + 1, 1024)) for n in range(8)]
+        homes.update({slots[0].engine_id})
+        for slot in slots:
+            router.end(slot)
+    assert set(homes.values()) == {6}
+
+
+def test_a_group_is_spread_over_two_engines_once_the_slots_are_taken() -> None:
+    router = serving(4)
+    for number in range(48):
+        router.reserve(f"e{number % 4}", Query(f"x{number}", expected_new_tokens=256))
+    spread = Counter(send(router, f"s{n}", "g", prompt(1, 1024)).engine_id for n in range(8))
+    assert max(spread.values()) == 4
+    assert len(spread) == 2
+
+
+def test_siblings_of_short_prompts_with_long_answers_do_not_clump() -> None:
+    router = serving(4, model=EngineModel(slots=64, kv_tokens=10_000_000))
+    spread = Counter(send(router, f"s{n}", "g", prompt(1, 128), new=16_000).engine_id for n in range(8))
+    assert max(spread.values()) <= 3
+
+
+def test_a_system_prompt_that_all_share_draws_nobody_to_one_engine() -> None:
+    router = serving(8)
+    system = prompt(99, 4096)
+    loads: Counter[str] = Counter()
+    for number in range(64):
+        slot = send(router, f"s{number}", tokens=system + prompt(number, 128))
+        loads[slot.engine_id] += 1
+        router.end(slot)
+    assert max(loads.values()) <= 9
+
+
+def test_new_weights_void_what_is_cached() -> None:
+    router = serving(4)
+    slot = send(router, "s", tokens=prompt(1, 1024))
+    router.end(slot, generated=50)
+    assert router._plan_of(Query("t", tokens=prompt(1, 1024)), None).cached
+    router.release(1, [f"e{n}" for n in range(4)], {})
+    session = router._memory.session("s")
+    assert not router._plan_of(Query("t", tokens=prompt(1, 1024)), None).cached
+    assert not router._plan_of(Query("s", tokens=prompt(1, 1100)), session).cached
+
+
+def test_an_answer_counts_as_cached_for_the_turn_that_follows() -> None:
+    router = serving(2)
+    slot = send(router, "s", tokens=prompt(1, 100))
+    router.end(slot, generated=90)
+    cached = router._plan_of(Query("s", tokens=prompt(1, 300)), router._memory.session("s")).cached
+    assert list(cached.values()) == [190]
+
+
+def test_a_restarted_engine_has_forgotten_everything() -> None:
+    router = serving(1)
+    router.end(send(router, "s", "g", prompt(1, 1024)), generated=10)
+    router.leave("e0", "it died")
+    router.join(engine(0))
+    router.release(0, ["e0"], {})
+    assert not router._plan_of(Query("s", tokens=prompt(1, 1024)), router._memory.session("s")).cached
+
+
+def test_an_old_reservation_weighs_nothing_on_the_engine_that_took_its_place() -> None:
+    router = serving(1)
+    old = send(router, "s", tokens=prompt(1, 1000))
+    router.leave("e0", "it died")
+    router.join(engine(7))
+    router.release(0, ["e7"], {})
+    seat = router._seats["e7"]
+    router.end(old, generated=5)
+    assert (seat.load, seat.kv, seat.expected) == (0, 0, 0)
+
+
+def test_a_draining_engine_ends_what_it_has_and_gets_nothing() -> None:
+    router = serving(2)
+    slot = send(router, "s")
+    router.drain(slot.engine_id)
+    assert router.engine(slot.engine_id).state is EngineState.DRAINING
+    assert "drained" in router.reasons()[slot.engine_id]
+    assert all(router.route(Query(name)) != slot.engine_id for name in ("s", "t", "u"))
+    with pytest.raises(RouterError, match="drained"):
+        router.reserve(slot.engine_id, Query("t"))
+    router.end(slot)
+
+
+def test_an_engine_that_failed_a_request_is_taken_again_only_where_no_other_serves() -> None:
+    router = serving(2)
+    home = send(router, "s", "g", prompt(1, 1024)).engine_id
+    other = next(name for name in ("e0", "e1") if name != home)
+    avoiding = Query("s", "g", prompt(1, 1024), avoid=frozenset({home}))
+    assert router.route(avoiding) == other
+    router.leave(other, "it died")
+    assert router.route(avoiding) == home
+
+
+def test_an_engine_that_joins_late_is_not_flooded_with_every_new_group() -> None:
+    router = serving(3)
+    for number in range(60):
+        router.end(send(router, f"s{number}"))
+    router.join(engine(3))
+    router.release(0, [f"e{n}" for n in range(4)], {})
+    spread = Counter()
+    for number in range(40):
+        slot = send(router, f"t{number}")
+        spread[slot.engine_id] += 1
+        router.end(slot)
+    assert max(spread.values()) <= 12
+    assert spread["e3"] >= 8
+
+
+def test_a_prefill_under_way_is_waited_for_only_as_long_as_it_takes() -> None:
+    time = 0.0
+    router = KvRouter(100, model=MODEL, clock=lambda: time)
+    for number in range(2):
+        router.join(engine(number))
+    router.release(0, ["e0", "e1"], {})
+    busy = send(router, "long", tokens=prompt(1, 30_000), new=10).engine_id
+    costs = router._fleet.costs(0, 0)
+    slot = router._seats[busy].slot
+    assert costs[slot] == pytest.approx(30_000 / MODEL.prefill_tokens_per_s)
+    time = 10.0
+    assert router._fleet.costs(0, 0)[slot] == 0.0
