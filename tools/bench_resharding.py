@@ -155,7 +155,7 @@ def unicast_round_robin(shape: SyncShape) -> float:
 
 def p4(cases: list[Case]) -> None:
     """Operations of the busiest ranks."""
-    table = Table("P4", "trainer rank, most", "engine rank, most", "mean parcel MiB", "rings", "window of all")
+    table = Table("P4", "trainer rank, most", "engine rank, most", "mean parcel MiB", "rings", "rounds")
     for case in [*cases, DEEPSEEK_TP16, KIMI_TP16]:
         plan = make_plan(shape_of(case))
         sent, received = plan.nic_operations

@@ -7,6 +7,7 @@ Ends with 0 when all steps are done, with 2 where spec, model or data cannot be 
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,9 @@ def main(arguments: list[str]) -> int:
     die_with_parent(os.getppid())
     end_on_sigterm()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if not arguments:
+        print("usage: python -m slimerl.training SPEC [KEY=VALUE]…", file=sys.stderr)
+        return 2
     try:
         spec = load_spec(Path(arguments[0]), arguments[1:])
     except SpecError as error:
@@ -77,8 +81,8 @@ def run_rank(spec: RunSpec) -> None:
         source, syncer = assembly.with_engines(spec, policy, client)
     else:
         source, syncer = assembly.without_engines(spec, policy)
-    log = _run_log(spec) if grid.is_first else SilentLog()
-    train(Run(spec, policy.trainer, source, syncer, log, lambda: policy.export(spec.export_dir)))
+    with _run_log(spec) if grid.is_first else nullcontext(SilentLog()) as log:
+        train(Run(spec, policy.trainer, source, syncer, log, lambda: policy.export(spec.export_dir)))
     # nobody leaves while the model is being written
     dist.barrier()
 

@@ -62,8 +62,8 @@ def build_policy(spec: RunSpec, grid: Grid, capabilities: Capabilities) -> Polic
     hf_config = read_config(spec.model.path)
     arguments = model_arguments(hf_config)
     config = transformer_config(arguments, spec.training.parallel, spec.model.dtype, capabilities)
-    bare = build_chunks(arguments, config, capabilities)
     where = model_map(hf_config, spec.training.parallel, capabilities)
+    bare = build_chunks(arguments, config, capabilities, where.vocabulary_rows(arguments.vocab_size))
     load_weights(bare, spec.model.path, where, grid.rank)
     chunks = wrap_for_training(bare, config)
     # after loading: the optimizer copies the weights

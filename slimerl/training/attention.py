@@ -1,7 +1,7 @@
 """Core attention by torch's scaled_dot_product_attention, for sequences packed one after the other (THD).
 
 Flows in: query, key, value of a pack of sequences, [tokens, heads, dim]. Flows out: [tokens, heads·dim].
-Many short sequences are computed as few padded batches (`padded_batches`). Padding stands behind each sequence
+Many short sequences are computed as few padded batches (`padded_groups`). Padding stands behind each sequence
 and attention is causal, so that no real token sees it; its own output is never read.
 """
 

@@ -22,6 +22,10 @@ KEPT_BYTES = 512 * 2**20
 """Up to this size all chunks are kept for the backward pass; beyond it they are computed again there."""
 
 
+CACHED_BYTES = 4 * 2**20
+"""What an elementwise pass may touch at a time and still find in the cache."""
+
+
 @dataclass(frozen=True)
 class VocabularyShard:
     """This rank's rows [first, first + rows of the weight) of the output layer; rows from `size` on are padding."""
@@ -83,8 +87,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, local, here, share, *kept = ctx.saved_tensors
         grad = grad / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
-        # chunks add up in float32 also where the weight is bfloat16
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight: torch.Tensor | None = None
         for index, rows in enumerate(_chunks(hidden.shape[0], weight.shape[0])):
             within = kept[index] if kept else _local_log_softmax(hidden[rows], weight, ctx.temperature, ctx.shard)[0]
             # d logprob / d logits = onehot - probabilities
@@ -92,7 +95,11 @@ class _TokenLogprobs(torch.autograd.Function):
             logits.scatter_add_(1, local[rows, None], (grad[rows] * here[rows])[:, None])
             logits = logits.to(weight.dtype)
             grad_hidden[rows] = product(logits, weight.t())
-            grad_weight += product(logits.t(), hidden[rows].t())
+            part = product(logits.t(), hidden[rows].t())
+            # several chunks add up in float32 also where the weight is bfloat16
+            grad_weight = part if grad_weight is None else grad_weight.float().add_(part)
+        if grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
@@ -116,6 +123,12 @@ def _local_log_softmax(
     return within, highest - within.gather(1, at[:, None])[:, 0]
 
 
+def _entropy(within: torch.Tensor) -> torch.Tensor:
+    """Of each row of log-probabilities; a few rows at a time, so that what is thrown away stays in the cache."""
+    rows = max(1, CACHED_BYTES // (4 * max(1, within.shape[1])))
+    return torch.cat([-part.exp().mul_(part).sum(-1) for part in within.split(rows)])
+
+
 @dataclass(frozen=True)
 class _Part:
     """What one rank knows of each position: the log-normaliser of its rows, the token's log-probability within them
@@ -128,7 +141,7 @@ class _Part:
     @staticmethod
     def of(within: torch.Tensor, normaliser: torch.Tensor, local: torch.Tensor, here: torch.Tensor) -> "_Part":
         token = (within.gather(1, local[:, None])[:, 0] + normaliser) * here
-        return _Part(normaliser, token, -(within.exp().mul_(within)).sum(-1))
+        return _Part(normaliser, token, _entropy(within))
 
     @staticmethod
     def joined(parts: list["_Part"], device: torch.device) -> torch.Tensor:

@@ -60,27 +60,21 @@ class PolicyModel(GPTModel):
         return tensor_parallel.copy_to_tensor_model_parallel_region(chosen, group=group)
 
 
-def padded_vocabulary(vocabulary: int, tensor_size: int, capabilities: Capabilities) -> int:
-    """Rows of the embedding over all ranks: a multiple of the ranks, on GPUs of 128 times that for fast kernels."""
-    multiple = tensor_size * vocabulary_multiple(capabilities)
-    return -(-vocabulary // multiple) * multiple
-
-
-def vocabulary_multiple(capabilities: Capabilities) -> int:
-    return 128 if capabilities.cuda else 1
-
-
 def build_chunks(
-    arguments: ModelArguments, config: TransformerConfig, capabilities: Capabilities
+    arguments: ModelArguments, config: TransformerConfig, capabilities: Capabilities, vocabulary_rows: int
 ) -> list[torch.nn.Module]:
-    """The model chunks of this rank (one, without virtual pipeline stages), in the model's dtype, not yet loaded."""
+    """The model chunks of this rank (one, without virtual pipeline stages), in the model's dtype, not yet loaded.
+
+    Args:
+        vocabulary_rows: of the embedding over all ranks, padding included.
+    """
     virtual = config.virtual_pipeline_model_parallel_size
     chunks: list[torch.nn.Module] = []
     for stage in [None] if virtual is None else list(range(virtual)):
         model = PolicyModel(
             config=config,
             transformer_layer_spec=build_spec(config, capabilities, stage),
-            vocab_size=padded_vocabulary(arguments.vocab_size, config.tensor_model_parallel_size, capabilities),
+            vocab_size=vocabulary_rows,
             max_sequence_length=arguments.max_sequence_tokens,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),

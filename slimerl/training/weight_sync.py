@@ -10,20 +10,23 @@ import torch
 import torch.distributed as dist
 
 from slimerl.resharding.layouts import EngineLayout
-from slimerl.resharding.sync import WeightSyncer
+from slimerl.resharding.sync import WeightControl, WeightSyncer
 from slimerl.resharding.sync_plan import plan_sync
 from slimerl.spec import RunSpec
 from slimerl.training.parallel import Grid
-from slimerl.training.rollout_client import RolloutClient
 from slimerl.training.weights import ModelMap, named_parameters
 
 MIB = 2**20
 
 
 def build_syncer(
-    spec: RunSpec, chunks: Sequence[torch.nn.Module], where: ModelMap, grid: Grid, client: RolloutClient | None
+    spec: RunSpec, chunks: Sequence[torch.nn.Module], where: ModelMap, grid: Grid, control: WeightControl | None
 ) -> WeightSyncer:
-    """Called on every rank; `client` on trainer rank 0. Raises ConfigError, LayoutError or CoverageError."""
+    """Called on every rank; `control` is the rollout role's client, needed on trainer rank 0 alone.
+
+    Raises:
+        ConfigError, LayoutError, CoverageError: trainer and engines cannot hold the same model.
+    """
     gathers = grid.data_rank == 0
     # the first replica's ranks: equal on every rank, as the plan must be
     members = [rank for rank in range(spec.training.parallel.world_size) if where.layout.coordinates(rank).data == 0]
@@ -42,6 +45,6 @@ def build_syncer(
         plan,
         grid.replica if gathers and len(members) > 1 else None,
         (lambda: named_parameters(chunks)) if gathers else None,
-        client if grid.is_first else None,
+        control if grid.is_first else None,
         spec.deadlines.sync_s,
     )

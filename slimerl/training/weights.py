@@ -22,7 +22,7 @@ from slimerl.resharding.layouts import MegatronLayout, ModuleNames
 from slimerl.resharding.tensors import LogicalTensor, Placement
 from slimerl.spec.schema import ParallelSpec
 from slimerl.training.capabilities import Capabilities
-from slimerl.training.model import unwrapped, vocabulary_multiple
+from slimerl.training.model import unwrapped
 from slimerl.training.parallel import Grid
 
 EXPORT_BUCKET_BYTES = 256 * 2**20
@@ -37,6 +37,10 @@ class ModelMap:
     family: Family
     layout: MegatronLayout
 
+    def vocabulary_rows(self, vocabulary: int) -> int:
+        """Rows of the embedding over all ranks, padding included."""
+        return self.layout.padded_vocabulary(vocabulary)
+
     def placements(self, rank: int) -> list[Placement]:
         return self.family.megatron_placements(self.config, self.layout, rank)
 
@@ -49,7 +53,8 @@ def model_map(config: Mapping[str, Any], parallel: ParallelSpec, capabilities: C
     layout = MegatronLayout(
         tensor=parallel.tensor,
         data=parallel.data,
-        vocabulary_multiple=vocabulary_multiple(capabilities),
+        # GPUs multiply matrices of such widths faster
+        vocabulary_multiple=128 if capabilities.cuda else 1,
         names=ModuleNames.TRANSFORMER_ENGINE if capabilities.transformer_engine else ModuleNames.LOCAL,
     )
     return ModelMap(config, family_of(config), layout)

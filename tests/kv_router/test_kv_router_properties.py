@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from router_fixtures import MODEL, engine, prompt
 
 from slimerl.rollout.kv_memory import Memory
@@ -31,6 +31,12 @@ class RouterOnTrial(RuleBasedStateMachine):
 
     # --- engines
 
+    @initialize(count=st.integers(1, 5))
+    def some_engines_serve(self, count: int) -> None:
+        for number in range(count):
+            self.join(number)
+        self.release(set(range(count)), set(), 0)
+
     @rule(number=ENGINES)
     def join(self, number: int) -> None:
         self.router.join(engine(number))
@@ -56,8 +62,9 @@ class RouterOnTrial(RuleBasedStateMachine):
     def release(self, whole: set[int], dirty: set[int], ahead: int) -> None:
         known = {f"e{number}" for number in whole} & set(self.sent)
         bad = ({f"e{number}" for number in dirty} & set(self.sent)) - known
-        self.router.release(max(0, self.router.version) + ahead, known, {name: "test" for name in bad})
-        for name in self.sent if ahead or self.router.version == 0 else bad:
+        before = self.router.version
+        self.router.release(max(0, before) + ahead, known, dict.fromkeys(bad, "test"))
+        for name in self.sent if self.router.version != before else bad:
             self.sent[name] = set()
 
     # --- requests

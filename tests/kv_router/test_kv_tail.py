@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from router_fixtures import MODEL, prompt, serving
+from router_fixtures import prompt, serving
 
 from slimerl.rollout.kv_fleet import EngineModel, Seat
 from slimerl.rollout.kv_tail import TAIL_SKEW, InFlight, tail_moves
@@ -13,7 +13,10 @@ def fleet(*loads: int, slots: int = 8, tokens: int = 100, expected: int = 30_000
     model = EngineModel(slots=slots)
     count = iter(range(1000))
     return [
-        (Seat(f"e{n}", n, model, serving=True, load=load), [InFlight(next(count), tokens, expected) for _ in range(load)])
+        (
+            Seat(f"e{n}", n, model, serving=True, load=load),
+            [InFlight(next(count), tokens, expected) for _ in range(load)],
+        )
         for n, load in enumerate(loads)
     ]
 
@@ -58,4 +61,3 @@ def test_the_router_names_reservations_that_it_holds() -> None:
     assert moves
     assert all(move.target == "e1" for move in moves)
     assert {move.number for move in moves} <= {one.number for one in router.running()}
-    assert len(moves[0].source) and MODEL.slots < 20

@@ -1,8 +1,5 @@
 """Tiny models and steps for the tests of this room; what runs on ranks is defined here, so that it can be pickled."""
 
-import contextlib
-import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +67,8 @@ def build(model_path: Path, parallel: ParallelSpec, dtype: str = "fp32") -> Buil
     hf = model_config.read_config(model_path)
     arguments = model_config.model_arguments(hf)
     config = model_config.transformer_config(arguments, parallel, dtype, here)
-    chunks = model.build_chunks(arguments, config, here)
     where = weights.model_map(hf, parallel, here)
+    chunks = model.build_chunks(arguments, config, here, where.vocabulary_rows(arguments.vocab_size))
     weights.load_weights(chunks, model_path, where, grid.rank)
     return Built(grid, chunks, where, config)
 
@@ -142,20 +139,3 @@ def collected(built: Built) -> dict[str, torch.Tensor]:
         stacked = torch.stack(parts)
         out[name] = stacked.gather(0, stacked.abs().argmax(0, keepdim=True))[0]
     return out
-
-
-@contextlib.contextmanager
-def one_process() -> Iterator[None]:
-    """A process group of this process alone, for tests that need no other rank."""
-    from slimerl.training import parallel
-
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        parallel.stop()
-
-
-def sampled_count(steps: Sequence[Step]) -> int:
-    return sum(int(sample.sampled.sum()) for step in steps for sample in step.samples)

@@ -125,9 +125,9 @@ class Family:
             ConfigError: the table does not have what the config asks for.
             LayoutError: the model cannot be cut like that.
         """
-        table = replace(form, scales=None).of(self.table(config))
         te_names = layout.names == ModuleNames.TRANSFORMER_ENGINE
-        return Speller(layout, rank, lambda block: _named(block.megatron, te_names)).placements(table)
+        speller = Speller(layout, rank, lambda block: _named(block.megatron, te_names))
+        return speller.placements(form.of(self.table(config)))
 
     def engine_placements(self, config: Config, layout: EngineLayout, rank: int, form: Form = PLAIN) -> list[Placement]:
         """Placements in the parameters of rank `rank` of one SGLang server, named as in its model's

@@ -10,7 +10,7 @@ Flows in: parcels with entries. Flows out: `Turns`, one per parcel, class and ri
 NIC injects at most once and a ring takes in at most as many parcels as it has slots that are then free.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
@@ -157,30 +157,51 @@ def _phases(line: _Line, lengths: Sequence[int]) -> list[int]:
 def _first_fit(line: _Line, lengths: Sequence[int]) -> tuple[IntArray, IntArray]:
     """Each turn takes the first open injection; sets of rounds are the bits of integers. Returns heads and rounds.
 
-    Of the heads that another class of nodes could feed, the one is taken whose feeder has sent least.
+    Where classes of nodes feed each other, nodes would send unequally: of the next few heads the one is taken that
+    evens them out.
     """
     sender: dict[int, int] = {}
     calendars = [_Calendar(length, phases) for length, phases in zip(lengths, _phases(line, lengths), strict=True)]
-    relayed: dict[tuple[int, int], int] = {}
+    relayed = _Relayed(lengths)
+    level = bool((line.previous >= 0).any())
     head, when = np.zeros((2, len(line.ring)), dtype=np.int64)
     roots, rings, groups, before = (x.tolist() for x in (line.root, line.ring, line.group, line.previous))
     nbytes = line.nbytes.tolist()
     for turn in line.order.tolist():
-        ring, fed_by, calendar = rings[turn], before[turn], calendars[groups[turn]]
+        ring, fed_by, group = rings[turn], before[turn], groups[turn]
+        calendar = calendars[group]
         if fed_by < 0:
-            round_ = calendar.first_free(ring, sender.get(roots[turn], 0))
-            sender[roots[turn]] = sender.get(roots[turn], 0) | 1 << round_
+            feeder, busy = None, sender.get(roots[turn], 0)
+            options = calendar.next_heads(ring, busy) if level else [calendar.first_free(ring, busy)]
         else:
             feeder = rings[fed_by]
-            options = calendar.after(ring, int(when[fed_by]), int(head[fed_by]))
-            round_ = min(options, key=lambda r, f=feeder, c=calendar, i=ring: relayed.get((f, c.head(i, r)), 0))
-            fed_at = feeder, calendar.head(ring, round_)
-            relayed[fed_at] = relayed.get(fed_at, 0) + nbytes[turn]
+            options = calendar.heads_after(ring, int(when[fed_by]), int(head[fed_by]))
+        round_ = min(options, key=lambda option: relayed.after(group, ring, calendar.head(ring, option), feeder))  # noqa: B023
+        if feeder is None:
+            sender[roots[turn]] = sender.get(roots[turn], 0) | 1 << round_
         when[turn], head[turn] = round_, calendar.take(ring, round_)
-        # The node before the head passes nothing on.
-        last = ring, (int(head[turn]) - 1) % lengths[groups[turn]]
-        relayed[last] = relayed.get(last, 0) - nbytes[turn]
+        relayed.add(group, ring, int(head[turn]), feeder, nbytes[turn])
     return head, when
+
+
+class _Relayed:
+    """Bytes that each member of a ring passes on, less what all of them do."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = lengths
+        self._bytes: dict[tuple[int, int], int] = {}
+
+    def after(self, group: int, ring: int, head: int, feeder: int | None) -> int:
+        """How uneven it would be with one more parcel: that of the feeder less that of the member that saves a hop."""
+        fed = 0 if feeder is None else self._bytes.get((feeder, head), 0)
+        return fed - self._bytes.get((ring, (head - 1) % self._lengths[group]), 0)
+
+    def add(self, group: int, ring: int, head: int, feeder: int | None, nbytes: int) -> None:
+        """A parcel ends before its head; it came from the same member of the ring `feeder`, or from the trainer."""
+        last = ring, (head - 1) % self._lengths[group]
+        self._bytes[last] = self._bytes.get(last, 0) - nbytes
+        if feeder is not None:
+            self._bytes[feeder, head] = self._bytes.get((feeder, head), 0) + nbytes
 
 
 class _Calendar:
@@ -207,19 +228,25 @@ class _Calendar:
             self._open |= self._turn << self._horizon
             self._horizon += self._length
 
-    def after(self, ring: int, round_: int, head: int) -> list[int]:
+    def next_heads(self, ring: int, busy: int) -> list[int]:
+        """The first free round, and those of other heads within one turn of it."""
+        return self._heads(ring, busy, self.first_free(ring, busy) + self._length, lambda round_, member: True)
+
+    def heads_after(self, ring: int, round_: int, head: int) -> list[int]:
         """The first round for each head that has by then what another ring's `head` takes in at `round_`."""
-        busy = (1 << (round_ + 1)) - 1
-        found: dict[int, int] = {}
         # Beyond two turns of the ring, waiting for a better head costs more than it brings.
-        while not found or max(found.values()) < round_ + 2 * self._length:
+        busy, limit = (1 << (round_ + 1)) - 1, round_ + 2 * self._length
+        return self._heads(ring, busy, limit, lambda later, member: later > round_ + (member - head) % self._length)
+
+    def _heads(self, ring: int, busy: int, limit: int, has_it: Callable[[int, int], bool]) -> list[int]:
+        found: dict[int, int] = {}
+        later = 0
+        while not found or (later < limit and len(found) < self._length):
             later = self.first_free(ring, busy)
             busy |= 1 << later
             member = self.head(ring, later)
-            if later > round_ + (member - head) % self._length:
+            if has_it(later, member):
                 found.setdefault(member, later)
-            if len(found) == self._length:
-                break
         return list(found.values())
 
     def take(self, ring: int, round_: int) -> int:
