@@ -176,7 +176,7 @@ def _first_fit(line: _Line, lengths: Sequence[int]) -> tuple[IntArray, IntArray]
         else:
             feeder = rings[fed_by]
             options = calendar.heads_after(ring, int(when[fed_by]), int(head[fed_by]))
-        round_ = min(options, key=lambda option: relayed.after(group, ring, calendar.head(ring, option), feeder))  # noqa: B023
+        round_ = min(options, key=lambda option: relayed.after(group, ring, calendar.head(ring, option), feeder))
         if feeder is None:
             sender[roots[turn]] = sender.get(roots[turn], 0) | 1 << round_
         when[turn], head[turn] = round_, calendar.take(ring, round_)
