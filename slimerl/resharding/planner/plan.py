@@ -18,7 +18,7 @@ from slimerl.resharding.planner.bounds import Bounds
 from slimerl.resharding.planner.parcels import Fragments, Parcels
 from slimerl.resharding.planner.ranks import RankTable
 from slimerl.resharding.planner.records import Records
-from slimerl.resharding.planner.rings import Turns
+from slimerl.resharding.planner.rings import Turns, hops_to_feeder
 from slimerl.resharding.planner.shape import SyncShape
 from slimerl.resharding.planner.templates import IntArray, Signatures
 from slimerl.resharding.planner.topology import Nodes, Topology
@@ -168,7 +168,7 @@ def _hops(parcels: Parcels, turns: Turns, nodes: Nodes, group: int) -> Operation
     sender[:, 0], after[:, 0] = parcels.root[parcel], -1
     fed = np.flatnonzero(turns.feeder[mine] >= 0)
     feeder = place[turns.feeder[mine][fed]]
-    distance = (head[fed] - head[feeder]) % length
+    distance = hops_to_feeder(head[fed], head[feeder], length)
     sender[fed, 0], after[fed, 0] = receiver[feeder, distance], index[feeder, distance]
     return Operations(
         sender.ravel(),

@@ -10,7 +10,7 @@ Flows in: parcels with entries. Flows out: `Turns`, one per parcel, class and ri
 NIC injects at most once and a ring takes in at most as many parcels as it has slots that are then free.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
@@ -38,7 +38,7 @@ class Turns:
     round: IntArray
     """In which it does."""
     feeder: IntArray
-    """-1: the parcel's trainer; else the turn whose copy, at the same node's place, is passed on to this class."""
+    """-1: the parcel's trainer; else the turn, of another class, one of whose members passes it on to this class."""
 
     def __len__(self) -> int:
         return len(self.parcel)
@@ -93,7 +93,6 @@ def schedule(parcels: Parcels, slot: IntArray, rings: Sequence[IntArray], relay_
         np.tile(parcels.root[parcel], groups),
         np.tile(lane, groups) * groups + group,
         group,
-        np.tile(parcels.nbytes[parcel], groups),
         (np.tile(previous, groups) + group * count) * np.tile(previous >= 0, groups) - np.tile(previous < 0, groups),
         (order[:, None] + count * np.arange(groups)[None, :]).ravel(),
     )
@@ -138,7 +137,6 @@ class _Line:
     root: IntArray
     ring: IntArray
     group: IntArray
-    nbytes: IntArray
     previous: IntArray
     order: IntArray
 
@@ -155,53 +153,29 @@ def _phases(line: _Line, lengths: Sequence[int]) -> list[int]:
 
 
 def _first_fit(line: _Line, lengths: Sequence[int]) -> tuple[IntArray, IntArray]:
-    """Each turn takes the first open injection; sets of rounds are the bits of integers. Returns heads and rounds.
-
-    Where classes of nodes feed each other, nodes would send unequally: of the next few heads the one is taken that
-    evens them out.
-    """
+    """Each turn takes the first open injection; sets of rounds are the bits of integers. Returns heads and rounds."""
     sender: dict[int, int] = {}
     calendars = [_Calendar(length, phases) for length, phases in zip(lengths, _phases(line, lengths), strict=True)]
-    relayed = _Relayed(lengths)
-    level = bool((line.previous >= 0).any())
     head, when = np.zeros((2, len(line.ring)), dtype=np.int64)
     roots, rings, groups, before = (x.tolist() for x in (line.root, line.ring, line.group, line.previous))
-    nbytes = line.nbytes.tolist()
     for turn in line.order.tolist():
-        ring, fed_by, group = rings[turn], before[turn], groups[turn]
-        calendar = calendars[group]
+        ring, fed_by, calendar = rings[turn], before[turn], calendars[groups[turn]]
         if fed_by < 0:
-            feeder, busy = None, sender.get(roots[turn], 0)
-            options = calendar.next_heads(ring, busy) if level else [calendar.first_free(ring, busy)]
-        else:
-            feeder = rings[fed_by]
-            options = calendar.heads_after(ring, int(when[fed_by]), int(head[fed_by]))
-        round_ = min(options, key=lambda option: relayed.after(group, ring, calendar.head(ring, option), feeder))
-        if feeder is None:
+            round_ = calendar.first_free(ring, sender.get(roots[turn], 0))
             sender[roots[turn]] = sender.get(roots[turn], 0) | 1 << round_
+        else:
+            round_ = calendar.first_fed(ring, int(when[fed_by]), int(head[fed_by]))
         when[turn], head[turn] = round_, calendar.take(ring, round_)
-        relayed.add(group, ring, int(head[turn]), feeder, nbytes[turn])
     return head, when
 
 
-class _Relayed:
-    """Bytes that each member of a ring passes on, less what all of them do."""
+def hops_to_feeder(fed_head: int | IntArray, head: int | IntArray, length: int) -> int | IntArray:
+    """From the head of a ring to the member that feeds another class, whose ring begins at `fed_head`.
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._lengths = lengths
-        self._bytes: dict[tuple[int, int], int] = {}
-
-    def after(self, group: int, ring: int, head: int, feeder: int | None) -> int:
-        """How uneven it would be with one more parcel: that of the feeder less that of the member that saves a hop."""
-        fed = 0 if feeder is None else self._bytes.get((feeder, head), 0)
-        return fed - self._bytes.get((ring, (head - 1) % self._lengths[group]), 0)
-
-    def add(self, group: int, ring: int, head: int, feeder: int | None, nbytes: int) -> None:
-        """A parcel ends before its head; it came from the same member of the ring `feeder`, or from the trainer."""
-        last = ring, (head - 1) % self._lengths[group]
-        self._bytes[last] = self._bytes.get(last, 0) - nbytes
-        if feeder is not None:
-            self._bytes[feeder, head] = self._bytes.get((feeder, head), 0) + nbytes
+    That is the member before: parcels of its own ring that begin at `fed_head` end with it, so it sends less than the
+    others and has room.
+    """
+    return (fed_head - 1 - head) % length
 
 
 class _Calendar:
@@ -228,30 +202,18 @@ class _Calendar:
             self._open |= self._turn << self._horizon
             self._horizon += self._length
 
-    def next_heads(self, ring: int, busy: int) -> list[int]:
-        """The first free round, and those of other heads within one turn of it."""
-        return self._heads(ring, busy, self.first_free(ring, busy) + self._length, lambda round_, member: True)
-
-    def heads_after(self, ring: int, round_: int, head: int) -> list[int]:
-        """The first round for each head that has by then what another ring's `head` takes in at `round_`."""
-        # Beyond two turns of the ring, waiting for a better head costs more than it brings.
-        busy, limit = (1 << (round_ + 1)) - 1, round_ + 2 * self._length
-        return self._heads(ring, busy, limit, lambda later, member: later > round_ + (member - head) % self._length)
-
-    def _heads(self, ring: int, busy: int, limit: int, has_it: Callable[[int, int], bool]) -> list[int]:
-        found: dict[int, int] = {}
-        later = 0
-        while not found or (later < limit and len(found) < self._length):
-            later = self.first_free(ring, busy)
-            busy |= 1 << later
-            member = self.head(ring, later)
-            if has_it(later, member):
-                found.setdefault(member, later)
-        return list(found.values())
+    def first_fed(self, ring: int, round_: int, head: int) -> int:
+        """The first round in which the feeder has what the `head` of its ring takes in at `round_`."""
+        busy = (1 << (round_ + 1)) - 1
+        while True:
+            found = self.first_free(ring, busy)
+            if found > round_ + hops_to_feeder(self._head(ring, found), head, self._length):
+                return found
+            busy |= 1 << found
 
     def take(self, ring: int, round_: int) -> int:
         """Head of the ring's next slot in that round."""
-        found = self.head(ring, round_)
+        found = self._head(ring, round_)
         index = self._taken.get((ring, round_), 0) + 1
         self._taken[ring, round_] = index
         phase = round_ % self._length
@@ -259,7 +221,7 @@ class _Calendar:
             self._full[ring] = self._full.get(ring, 0) | 1 << round_
         return found
 
-    def head(self, ring: int, round_: int) -> int:
+    def _head(self, ring: int, round_: int) -> int:
         """The member at which the ring's next free slot is in that round."""
         phase = round_ % self._length
         return (self._first_slot[phase] + self._taken.get((ring, round_), 0) + phase) % self._length
