@@ -178,9 +178,13 @@ def _run(job: _Job, index: int) -> Any:
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timeout)
     own = dist.PrefixStore(f"call{job.call}", store)
     dist.init_process_group("gloo", store=own, rank=index, world_size=job.ranks, timeout=timeout)
+    environment = dict(os.environ)
     try:
         return function(*args)
     finally:
+        # Megatron chooses attention kernels through the environment, and refuses to choose otherwise later.
+        os.environ.clear()
+        os.environ.update(environment)
         _forget_wrapped_models()
         _forget_groups()
 

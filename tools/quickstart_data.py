@@ -25,8 +25,9 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the split.")] = 1234,
 ) -> None:
     """Write OUT/base (model and tokenizer), OUT/sft.jsonl, OUT/train.jsonl and OUT/heldout.jsonl."""
-    write_problems(out, seed)
+    # The held-out problems come last: where they are, everything is.
     write_model(out / "base", seed)
+    write_problems(out, seed)
     print(f"wrote {out}")
 
 
@@ -36,13 +37,13 @@ def write_problems(out: Path, seed: int) -> None:
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     chooser.shuffle(sums)
     rows = [{"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
-    write_jsonl(out / "heldout.jsonl", rows[:HELDOUT])
     write_jsonl(out / "train.jsonl", rows[HELDOUT:])
     demonstrations = []
     for a, b in sums[HELDOUT:]:
         answer = without_carry(a, b) if chooser.random() < CARRY_FORGOTTEN else a + b
         demonstrations.append({"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "response": str(answer)})
     write_jsonl(out / "sft.jsonl", demonstrations)
+    write_jsonl(out / "heldout.jsonl", rows[:HELDOUT])
 
 
 def without_carry(a: int, b: int) -> int:

@@ -8,10 +8,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from rich.table import Table
 
+from slimerl.resharding.coverage import CoverageError
 from slimerl.resharding.families import ConfigError, family_of
-from slimerl.resharding.layouts import LayoutError
+from slimerl.resharding.layouts import EngineLayout, LayoutError, MegatronLayout
+from slimerl.resharding.sync_plan import plan_sync
 from slimerl.rollout.prompts import read_rows, tokenize_rows
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.samples.rows import DataError
@@ -26,27 +29,29 @@ def preflight(spec: RunSpec) -> list[str]:
     model = list(_caught(lambda: _check_model(spec)))
     # Prompts are tokenised with the model's tokenizer: without a model there is nothing to check them with.
     data = [] if model else list(_caught(lambda: _check_data(spec)))
-    return [*model, *data, *_check_directory(spec.run_dir)]
+    return [*model, *data, *_check_directory("output_dir", spec.run_dir), *_check_export(spec)]
 
 
 def _caught(check: Callable[[], None]) -> Iterator[str]:
     try:
         check()
-    except (ConfigError, LayoutError, DataError, TokenizerError, UnsupportedModel) as error:
+    except (ConfigError, CoverageError, LayoutError, DataError, TokenizerError, UnsupportedModel) as error:
         yield str(error)
 
 
 def _check_model(spec: RunSpec) -> None:
     config = read_config(spec.model.path)
     arguments = model_arguments(config)
-    family_of(config)
     check_divisible(arguments, spec.training.parallel)
-    heads = arguments.transformer["num_attention_heads"]
-    if spec.uses_engines and heads % spec.engine.tensor_parallel:
-        raise UnsupportedModel(
-            f"engine.tensor_parallel = {spec.engine.tensor_parallel} does not divide the model's "
-            f"num_attention_heads = {heads}"
-        )
+    parallel = spec.training.parallel
+    trainer = MegatronLayout(tensor=parallel.tensor, data=parallel.data)
+    engine = EngineLayout(tensor=spec.engine.tensor_parallel if spec.uses_engines else 1)
+    first_replica, bucket_bytes = range(parallel.tensor), spec.sync.bucket_mib * 2**20
+    try:
+        plan_sync(config, family_of(config), trainer, first_replica, engine, torch.float32, bucket_bytes)
+    except LayoutError as error:
+        sizes = f"training.parallel.tensor = {parallel.tensor}, engine.tensor_parallel = {engine.tensor}"
+        raise LayoutError(f"{sizes}: {error}") from None
     longest = spec.engine.context_tokens
     if spec.uses_engines and longest > arguments.max_sequence_tokens:
         raise UnsupportedModel(
@@ -63,12 +68,25 @@ def _check_data(spec: RunSpec) -> None:
             tokenize_rows(read_rows(path, target), tokenizer.encode, spec.data.max_prompt_tokens, str(path))
 
 
-def _check_directory(run_dir: Path) -> Iterator[str]:
-    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+def _check_directory(key: str, directory: Path) -> Iterator[str]:
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not os.access(existing, os.W_OK):
-        yield f"output_dir: {existing} is not writable; set output_dir to a directory that is"
+        yield f"{key}: {existing} is not writable; set {key} to a directory that is"
     elif shutil.disk_usage(existing).free < GIB:
-        yield f"output_dir: less than 1 GiB is free on the disk of {existing}"
+        yield f"{key}: less than 1 GiB is free on the disk of {existing}"
+
+
+def _check_export(spec: RunSpec) -> Iterator[str]:
+    """The export replaces its directory as a whole: it must not be one that holds something else."""
+    key, target = "training.export_path", spec.export_dir.resolve()
+    inputs = [spec.model.path, spec.data.train_path, *([spec.data.eval_path] if spec.data.eval_path else [])]
+    for kept in (Path.cwd(), spec.run_dir, *inputs):
+        if target == kept.resolve() or target in kept.resolve().parents:
+            yield f"{key}: {target} would be replaced, but holds {kept}; set {key} to a directory of its own"
+            return
+    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
+        yield f"{key}: {target} exists and is no checkpoint; set {key} to a directory of its own"
+    yield from _check_directory(key, target)
 
 
 def derived_table(spec: RunSpec) -> Table:

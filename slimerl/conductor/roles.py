@@ -13,7 +13,7 @@ from slimerl.spec import RunSpec
 
 @dataclass(frozen=True)
 class RoleCommand:
-    """`essential`: the run has failed when it ends early. `leads`: the run is over when it ends with 0."""
+    """`leads`: the run is over when it ends with 0; any other role that ends before has failed."""
 
     name: str
     command: list[str]

@@ -26,6 +26,9 @@ from slimerl.telemetry.run_log import METRICS_FILE
 
 POLL_S = 0.2
 
+LOCK = "lock"
+"""File that marks a directory as a run's, locked while the run lasts."""
+
 
 class RunDirectoryTaken(RuntimeError):
     """The run directory belongs to another run."""
@@ -81,8 +84,10 @@ def _raise_terminated(_signal: int, _frame: FrameType | None) -> None:
 @contextmanager
 def _claimed(run_dir: Path, fresh: bool) -> Iterator[Path]:
     """Hold the directory for this run alone, emptied of an earlier run's record where `fresh`."""
+    if run_dir.exists() and any(run_dir.iterdir()) and not (run_dir / LOCK).exists():
+        raise RunDirectoryTaken(f"{run_dir} holds files that are no run's; set output_dir to a directory of its own")
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / "lock").open("w") as lock:
+    with (run_dir / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -14,6 +14,9 @@ from slimerl.resilience.tied import tied_command
 
 TAIL_LINES = 25
 
+HELPER_GRACE_S = 3.0
+"""For processes of a role whose main process has ended."""
+
 
 class RoleFailed(RuntimeError):
     """A role ended although the run was not over; the message names it and ends with the tail of its log."""
@@ -24,6 +27,7 @@ class RoleProcess:
 
     def __init__(self, role: RoleCommand, log_dir: Path) -> None:
         self.role = role
+        self._seen: list[psutil.Process] = []
         self.log_path = log_dir / f"{role.name}.log"
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -47,11 +51,13 @@ class RoleProcess:
     def ask_to_end(self) -> None:
         """SIGTERM, if it still runs."""
         if self._process.poll() is None:
+            # Afterwards they can no longer be found by their parent.
+            self._seen = self._descendants()
             self._process.send_signal(signal.SIGTERM)
 
     def end(self, grace_s: float) -> None:
         """Ask the role to end, kill it after `grace_s`, reap it, and leave nothing of its tree."""
-        descendants = self._descendants()
+        descendants = self._seen or self._descendants()
         self.ask_to_end()
         try:
             self._process.wait(grace_s)
@@ -59,7 +65,9 @@ class RoleProcess:
             descendants += self._descendants()
             self._process.kill()
             self._process.wait()
-        kill_all(descendants)
+        # Helpers of the role (they clean up after it) end by themselves a moment later.
+        _, alive = psutil.wait_procs(descendants, timeout=HELPER_GRACE_S)
+        kill_all(alive)
 
     def _descendants(self) -> list[psutil.Process]:
         try:
@@ -84,7 +92,7 @@ def watch(roles: Sequence[RoleProcess]) -> bool:
     ended = [role for role in roles if role.exit_code is not None]
     if not ended:
         return False
-    if all(role.role.leads and role.exit_code == 0 for role in ended):
+    if any(role.role.leads and role.exit_code == 0 for role in ended):
         return True
     killed = [role for role in ended if (role.exit_code or 0) < 0]
     raise (killed or [role for role in ended if not role.role.leads] or ended)[0].failure()

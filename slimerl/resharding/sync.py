@@ -25,6 +25,9 @@ from slimerl.resharding.sync_plan import SyncPlan
 from slimerl.resharding.transports.ipc import IpcCarrier
 from slimerl.samples.messages import HoldReply, HoldRequest, ReleaseRequest
 
+CARRIERS = {"ipc": IpcCarrier}
+"""By the name of the transport in the spec."""
+
 Parameters = Callable[[], Mapping[str, torch.Tensor]]
 
 
@@ -67,11 +70,13 @@ class WeightSyncer:
         parameters: Parameters | None,
         control: WeightControl | None,
         timeout_s: float,
+        transport: str = "ipc",
     ) -> None:
         self._plan = plan
         self._parameters = parameters
         self._control = control
         self._timeout_s = timeout_s
+        self._carrier = CARRIERS[transport]
         self._gather = Gather(plan.trainer_ranks, plan.buckets, group) if parameters is not None else None
 
     def sync(self, version: int) -> dict[str, float]:
@@ -121,7 +126,7 @@ class WeightSyncer:
         clock: PhaseClock,
     ) -> None:
         proof = WeightProof(self._plan.tensors, self._plan.engine_ranks)
-        with IpcCarrier(fleet, self._plan.largest_bucket_bytes, self._timeout_s) as carrier:
+        with self._carrier(fleet, self._plan.largest_bucket_bytes, self._timeout_s) as carrier:
             with clock("pause"):
                 fleet.pause()
                 fleet.begin_weight_update()

@@ -1,1 +1,1 @@
-"""Deadlines, process lifetimes and failure kinds."""
+"""Deadlines and process lifetimes."""

@@ -22,6 +22,9 @@ from slimerl.rewards.outcome import Failed, Outcome, RewardRequest
 logger = logging.getLogger(__name__)
 
 MATH = "slimerl.rewards.math:score"
+
+SCORERS = {"math": MATH}
+"""Import path of the scorer of each `reward.kind`."""
 MEMORY_BYTES = 2 * 2**30
 """Address space of a worker; math-verify with sympy needs about a tenth."""
 START_S = 60.0

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from slimerl.engine.protocol import SamplingParams
 from slimerl.resilience.processes import die_with_parent
-from slimerl.rewards.pool import PoolError, WorkerPool
+from slimerl.rewards.pool import SCORERS, PoolError, WorkerPool
 from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients
@@ -74,7 +74,7 @@ async def serve(spec: RunSpec) -> None:
     """Serve until SIGTERM, SIGINT or `/shutdown`."""
     token = secrets.token_hex(16)
     ended = asyncio.Event()
-    reward = WorkerPool(spec.reward.workers, spec.reward.timeout_s)
+    reward = WorkerPool(spec.reward.workers, spec.reward.timeout_s, SCORERS[spec.reward.kind])
     try:
         # Both take seconds; neither needs the other.
         inputs, _ = await asyncio.gather(asyncio.to_thread(read_inputs, spec), reward.start())

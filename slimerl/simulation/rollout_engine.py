@@ -157,7 +157,6 @@ class SimulatedEngine:
                 self.running.remove(entry)
                 heapq.heapify(self.running)
                 self._tally(job)
-                job.generated = float(int(job.generated))
                 self._let_go(job)
                 self._admit()
                 return
@@ -255,7 +254,10 @@ class SimulatedEngine:
         grown = self._steps - job._start
         self._kv_read -= sum(segment.length for segment in job.prompt()) + grown
         self._growing -= grown
-        job.generated += grown
+        # A token in the making is lost.
+        whole = math.floor(job.generated + grown + 1e-6)
+        self.decoded_tokens += whole - job.generated - grown
+        job.generated = float(whole)
 
     # --- decoding
 

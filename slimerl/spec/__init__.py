@@ -1,4 +1,4 @@
-"""The run specification: typed, frozen, strict YAML (`schema.py`, `load.py`) and the checks before a run."""
+"""The run specification: typed, frozen, strict YAML (`load.py`), with rules between its keys (`schema.py`)."""
 
 from slimerl.spec.load import SpecError, load_spec
 from slimerl.spec.schema import RunSpec

@@ -4,6 +4,7 @@ Invariant: a key that the schema does not know never passes; the error names the
 """
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -60,6 +61,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# YAML 1.1, which PyYAML speaks, takes 1e-6 for text: it wants a dot. Here numbers are what they are in YAML 1.2.
+_UniqueKeyLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
@@ -82,7 +89,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(tree, dict):
             raise SpecError(f"override '{override}': '{section}' is a value, not a section")
     try:
-        tree[leaf] = yaml.safe_load(text)
+        tree[leaf] = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError:
         raise SpecError(f"override '{override}': '{text}' is not a YAML value") from None
 

@@ -187,6 +187,15 @@ class DeadlineSpec(Strict):
     sync_s: Seconds = 300.0
     shutdown_s: Seconds = 20.0
 
+    @model_validator(mode="after")
+    def _first_sync_waits_for_engines(self) -> "DeadlineSpec":
+        if self.sync_s < self.start_s:
+            raise ValueError(
+                f"deadlines.sync_s = {self.sync_s:g} must be at least deadlines.start_s = {self.start_s:g}: the first "
+                "sync waits for the engines to start"
+            )
+        return self
+
 
 class RunSpec(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
@@ -229,10 +238,11 @@ class RunSpec(Strict):
             )
         if self.uses_engines and self.algorithm.name == "grpo" and rollout.samples_per_prompt < 2:
             raise ValueError("grpo compares the samples of a prompt: rollout.samples_per_prompt must be at least 2")
-        longest = self.data.max_prompt_tokens + rollout.max_new_tokens
+        new_tokens = max(rollout.max_new_tokens, self.evaluation.max_new_tokens or 0)
+        longest = self.data.max_prompt_tokens + new_tokens
         if self.uses_engines and longest > self.engine.context_tokens:
             raise ValueError(
-                f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds engine.context_tokens = "
-                f"{self.engine.context_tokens}"
+                f"data.max_prompt_tokens + max_new_tokens (of rollout or evaluation) = {longest} exceeds "
+                f"engine.context_tokens = {self.engine.context_tokens}"
             )
         return self

@@ -16,6 +16,10 @@ import torch.distributed as dist
 
 import megatron_patches
 from megatron_patches.device import without_import_warnings
+from slimerl.resharding.coverage import CoverageError
+from slimerl.resharding.families import ConfigError
+from slimerl.resharding.hf_checkpoint import CheckpointError
+from slimerl.resharding.layouts import LayoutError
 from slimerl.resilience.deadline import Deadline
 from slimerl.resilience.processes import die_with_parent
 from slimerl.samples.rows import DataError
@@ -53,7 +57,7 @@ def main(arguments: list[str]) -> int:
         from slimerl.training.model_config import UnsupportedModel
     try:
         run_rank(spec)
-    except (DataError, UnsupportedModel) as error:
+    except (CheckpointError, ConfigError, CoverageError, DataError, LayoutError, UnsupportedModel) as error:
         print(error, file=sys.stderr)
         return 2
     finally:
@@ -73,7 +77,8 @@ def run_rank(spec: RunSpec) -> None:
     if capabilities.cuda:
         torch.cuda.set_device(device)
     limits = spec.deadlines
-    longest_s = max(limits.batch_s, limits.sync_s, limits.start_s, limits.request_s)
+    # between two collectives rank 0 may sync, evaluate and wait for a batch, one after the other
+    longest_s = limits.start_s + limits.sync_s + 2 * limits.batch_s
     grid = parallel.start(spec.training.parallel, capabilities, device, longest_s + COLLECTIVE_MARGIN_S, spec.seed)
     policy = assembly.build_policy(spec, grid, capabilities)
     if spec.uses_engines:

@@ -47,4 +47,5 @@ def build_syncer(
         (lambda: named_parameters(chunks)) if gathers else None,
         control if grid.is_first else None,
         spec.deadlines.sync_s,
+        spec.sync.transport,
     )

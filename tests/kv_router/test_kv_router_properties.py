@@ -13,7 +13,7 @@ from slimerl.rollout.router import Query, Reservation, RouterError
 from slimerl.samples.messages import EngineState
 
 CAPACITY = 3
-MEMORY = (8, 40, 3)
+MEMORY = (4, 12, 3)
 """Bounds on sessions, their blocks, groups: small, so that they are reached."""
 ENGINES = st.integers(0, 4)
 
@@ -72,7 +72,7 @@ class RouterOnTrial(RuleBasedStateMachine):
     @rule(
         session=st.sampled_from(["", "a", "b", "c", "d", "e"]),
         group=st.sampled_from(["", "g", "h", "i", "j"]),
-        tokens=st.one_of(st.none(), st.tuples(st.integers(1, 4), st.integers(0, 500))),
+        tokens=st.one_of(st.none(), st.tuples(st.integers(1, 4), st.sampled_from([0, 63, 64, 200, 500]))),
         new=st.integers(0, 3000),
         avoid=st.frozensets(ENGINES, max_size=2),
     )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_matrix import MATRIX, shape_of
 from planner_models import DENSE, FINE, MODELS, MOE
 from scipy.optimize import linprog
 from sync_bound import linear_bound
@@ -166,3 +167,11 @@ def test_a_line_is_cut_into_consecutive_rows_at_whole_granules(items, at, least)
         assert mine.sum() == 1 or inner.min() >= min(least, granule[item] * row_bytes[item])
     assert (np.diff(pieces.bin) >= 0).all()
     assert pieces.bin.max() <= len(cuts)
+
+
+def test_nodes_that_feed_other_nodes_send_no_more_than_they_receive():
+    plan = make_plan(shape_of(next(case for case in MATRIX if case.name == "kimi-k2 64 trainers")))
+    sent, received = plan.nic_bytes
+    assert plan.template.relay_classes
+    assert (plan.turns.feeder >= 0).any()
+    assert sent[64:].max() <= received.max() * 1.001

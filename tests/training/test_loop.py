@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from control_service import ControlService
+from trainer_control_service import ControlService
 
 from slimerl.spec.load import spec_from_tree
 from slimerl.spec.schema import ParallelSpec, RunSpec
