@@ -10,8 +10,9 @@ from slimerl.resharding.coverage import CoverageError
 from slimerl.resharding.families import family_of
 from slimerl.resharding.families.table import Table
 from slimerl.resharding.layouts import EngineLayout, MegatronLayout
-from slimerl.resharding.planner import SyncShape, Topology, make_plan
+from slimerl.resharding.planner import SyncShape, Topology, make, make_plan, without
 from slimerl.resharding.planner.cover import check_cover
+from slimerl.resharding.planner.rings import schedule
 from slimerl.resharding.planner.templates import signatures
 
 
@@ -37,6 +38,18 @@ def spoil_atoms(plan, **columns):
 
 def test_the_plan_itself_passes(plan):
     check_cover(plan)
+
+
+def test_a_plan_that_is_made_wrongly_is_never_handed_out(plan, monkeypatch):
+    def forgetful(parcels, slot, rings, relay_classes):
+        turns = schedule(parcels, slot, rings, relay_classes)
+        return type(turns)(*(column[1:] for column in vars(turns).values()))
+
+    monkeypatch.setattr(make, "schedule", forgetful)
+    with pytest.raises(CoverageError, match="does not reach every node"):
+        make_plan(plan.shape)
+    with pytest.raises(CoverageError, match="does not reach every node"):
+        without(plan, [0])
 
 
 def test_two_records_in_one_place_of_a_parameter_are_found(plan):

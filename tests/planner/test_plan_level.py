@@ -119,6 +119,14 @@ def test_a_window_has_whole_layers():
     assert all(len(set(window[unit == each])) == 1 for each in set(unit.tolist()))
 
 
+def test_every_owner_has_something_to_send_in_every_window():
+    options = PlanOptions(windows=2, least_parcel_bytes=1 << 12)
+    plan = make_plan(SyncShape(WIDE, MegatronLayout(1, 4), EngineLayout(8), Topology(4, 8, 2), options=options))
+    sent = np.zeros((4, 2))
+    np.add.at(sent, (plan.parcels.root, plan.parcels.window), plan.parcels.nbytes)
+    assert sent.min() > 0.2 * sent.sum() / sent.size
+
+
 def test_equal_shapes_give_equal_plans_and_the_cache_makes_each_once():
     shape = SyncShape(DENSE, MegatronLayout(2, 2), EngineLayout(2), Topology(4, 2, 3, 2), options=FINE)
     cache = PlanCache(size=2)
