@@ -133,6 +133,8 @@ def test_every_job_finishes_with_its_tokens_within_the_kv_limit(jobs: list[tuple
         assert_kv_within_limit(engine)
     assert sorted(one.session for one in done) == sorted(str(number) for number in range(len(jobs)))
     assert all(one.generated == one.answer_tokens for one in done)
+    assert engine._kv_read == pytest.approx(0, abs=1e-3)
+    assert engine._growing == pytest.approx(0, abs=1e-3)
     assert engine.decoded_tokens == pytest.approx(sum(answer for _, answer, _ in jobs), rel=1e-3)
 
 
