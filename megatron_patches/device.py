@@ -78,7 +78,7 @@ def torch_cuda_answers_for_the_cpu() -> None:
 def tensors_stay_on_the_cpu() -> None:
     """`tensor.cuda()` and `module.cuda()` return the object itself: there is nowhere else to go.
 
-    For megatron-core 0.16.1: the optimizer's state and the rotary embedding are moved so.
+    For megatron-core 0.16.1: embeddings tied over pipeline stages (language_module), loaded optimizer states.
     """
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]

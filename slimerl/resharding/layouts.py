@@ -66,9 +66,6 @@ class Layout(Protocol):
     def world_size(self) -> int: ...
     def part(self, rank: int, axis: Axis) -> Part: ...
     def layers(self, rank: int, layers: int) -> list[HeldLayer]: ...
-    def experts(self, rank: int, experts: int) -> range:
-        """The rank's experts. Raises LayoutError where they are no range (`expert_slots` always answers)."""
-
     def expert_slots(self, rank: int, experts: int, location: "ExpertLocation", layer: int) -> Sequence[int]:
         """Which of the experts of `layer` each place of the rank for one holds."""
 
@@ -212,14 +209,11 @@ class MegatronLayout:
     def _prefix(self, chunk: int) -> str:
         return "" if self.virtual == 1 else f"model{chunk}."
 
-    def experts(self, rank: int, experts: int) -> range:
+    def expert_slots(self, rank: int, experts: int, location: ExpertLocation, layer: int) -> Sequence[int]:
+        """The rank's experts: Megatron keeps each once, in order."""
         each = divide(experts, self.expert, "experts over expert parallelism")
         first = self.coordinates(rank).expert * each
         return range(first, first + each)
-
-    def expert_slots(self, rank: int, experts: int, location: ExpertLocation, layer: int) -> Sequence[int]:
-        """The rank's experts: Megatron keeps each once, in order."""
-        return self.experts(rank, experts)
 
     @property
     def fused_shared_experts(self) -> bool:
@@ -326,13 +320,6 @@ class EngineLayout:
     def layers(self, rank: int, layers: int) -> list[HeldLayer]:
         self._check(rank)
         return [HeldLayer("", layer, layer) for layer in range(layers)]
-
-    def experts(self, rank: int, experts: int) -> range:
-        """The rank's experts, where these are a range: without a map, and with redundant experts if none is split."""
-        held = self.expert_slots(rank, experts, ExpertLocation.COPIED, 0)
-        if self.expert_map is not None or list(held) != list(range(held[0], held[0] + len(held))):
-            raise LayoutError(f"the experts of engine rank {rank} are no range: ask for its expert_slots")
-        return range(held[0], held[0] + len(held))
 
     def expert_slots(self, rank: int, experts: int, location: ExpertLocation, layer: int) -> Sequence[int]:
         """The expert in each of the rank's places.

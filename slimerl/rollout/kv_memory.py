@@ -14,8 +14,8 @@ from slimerl.rollout.kv_fleet import Seat
 
 MAX_SESSIONS = 100_000
 """Ten times the sessions that one rollout process is built for."""
-MAX_SESSION_BLOCKS = 2_000_000
-"""Keys of 128 million tokens: 10,000 sessions of 12k tokens, in about 80 MB."""
+MAX_SESSION_BLOCKS = 1_000_000
+"""Keys of 64 million tokens: 10,000 sessions of 6k tokens, in about 60 MB."""
 MAX_GROUPS = 20_000
 """More groups than can be under way: a group matters while its siblings are started."""
 

@@ -121,7 +121,9 @@ class KvRouter:
         self._vacate(engine_id)
 
     def quarantine(self, engine_id: str, reason: str) -> None:
-        """DIRTY until a release names it whole; its cache is not to be trusted either."""
+        """DIRTY until a release names it whole; its cache is not to be trusted either. A dead engine stays dead."""
+        if self._roster.engine(engine_id).state is EngineState.DEAD:
+            return
         self._roster.quarantine(engine_id, reason)
         self._settle()
 
@@ -252,7 +254,7 @@ class KvRouter:
         for engine_id in avoid:
             if engine_id in self._seats:
                 costs[self._seats[engine_id].slot] = np.inf
-        if session is not None and session.seat is not None:
+        if session is not None and session.seat is not None and not session.seat.gone:
             return self._for_session(session.seat, costs)
         group = self._memory.group(query.group) if query.group else None
         if group is not None:

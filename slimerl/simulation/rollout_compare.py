@@ -75,26 +75,23 @@ MAKESPAN_PLANS = (
 )
 CHUNK_TOKENS = 4096
 """Of a divided rollout: each chunk re-enters the engine's queue and stops its decoding for a moment."""
+NO_QUEUE = 1.0
+"""A chunk must not wait behind conversations that have not begun: one straggler late is a whole step late."""
+
+
+def _stale(max_staleness: int, what: str, chunk_tokens: int | None = None) -> Plan:
+    name = f"staleness {max_staleness}, KV-aware, longest first, {what}"
+    return Plan(name, kv_aware, LongestFirst, NO_QUEUE, chunk_tokens, max_staleness=max_staleness)
+
+
 TRAINING_PLANS = (
     Plan("synchronous, round robin", round_robin, in_flight=None),
     Plan("synchronous, KV-aware, longest first", kv_aware, LongestFirst),
     Plan("staleness 1, round robin, drained", round_robin, max_staleness=1, pause=Pause.DRAIN),
     Plan("staleness 1, round robin, partial", round_robin, max_staleness=1),
-    Plan("staleness 1, KV-aware, longest first, partial", kv_aware, LongestFirst, max_staleness=1),
-    Plan(
-        "staleness 1, KV-aware, longest first, partial, divided",
-        kv_aware,
-        LongestFirst,
-        chunk_tokens=CHUNK_TOKENS,
-        max_staleness=1,
-    ),
-    Plan(
-        "staleness 2, KV-aware, longest first, partial, divided",
-        kv_aware,
-        LongestFirst,
-        chunk_tokens=CHUNK_TOKENS,
-        max_staleness=2,
-    ),
+    _stale(1, "partial"),
+    _stale(1, "partial, divided", CHUNK_TOKENS),
+    _stale(2, "partial, divided", CHUNK_TOKENS),
 )
 
 

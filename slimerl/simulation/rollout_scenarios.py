@@ -10,7 +10,7 @@ DENSE = EngineRates()
 SATURATED = EngineRates(slots=8)
 """So few slots that the design trace fills each six times over."""
 LARGE_EXPERTS = EngineRates(
-    slots=64,
+    slots=48,
     kv_tokens=1_500_000,
     prefill_tokens_per_s=12_000.0,
     step_s=0.020,

@@ -136,6 +136,27 @@ def test_an_old_reservation_weighs_nothing_on_the_engine_that_took_its_place() -
     assert (seat.load, seat.kv, seat.expected) == (0, 0, 0)
 
 
+def test_a_session_of_an_engine_that_left_goes_to_one_that_serves() -> None:
+    router = serving(2)
+    old = send(router, "s", tokens=prompt(1, 1000)).engine_id
+    router.leave(old, "it died")
+    router.join(engine(7))
+    router.release(0, ["e7"], {})
+    for name in ("e0", "e1", "e7"):
+        for number in range(40) if name != old else ():
+            router.reserve(name, Query(f"x{name}{number}", expected_new_tokens=100))
+    assert router.route(Query("s", tokens=prompt(1, 1100), expected_new_tokens=100)) not in (old, None)
+
+
+def test_a_dead_engine_is_not_brought_back_by_a_quarantine_and_a_release() -> None:
+    router = serving(2)
+    router.leave("e0", "it died")
+    router.quarantine("e0", "late news")
+    router.release(1, ["e0", "e1"], {})
+    assert router.engine("e0").state is EngineState.DEAD
+    assert router.route(Query("s")) == "e1"
+
+
 def test_a_draining_engine_ends_what_it_has_and_gets_nothing() -> None:
     router = serving(2)
     slot = send(router, "s")

@@ -49,7 +49,7 @@ class RouterOnTrial(RuleBasedStateMachine):
 
     @rule(number=ENGINES)
     def quarantine(self, number: int) -> None:
-        if self.state(f"e{number}") not in (None, EngineState.DEAD):
+        if f"e{number}" in self.sent:
             self.router.quarantine(f"e{number}", "test")
             self.sent[f"e{number}"] = set()
 

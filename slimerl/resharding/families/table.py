@@ -7,7 +7,7 @@ Names are templates: `{layer}` is the layer's number (the rank's own number on M
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -86,12 +86,3 @@ class Table:
     """
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Second copies that checkpoints carry: name -> the tensor that it repeats."""
-
-    def with_prediction(self) -> "Table":
-        """The same model with the multi-token-prediction layer as a part of what comes last (plain if it has none).
-
-        Right where Megatron keeps that layer in the last pipeline stage, together with the last decoder layer.
-        """
-        if self.prediction is None:
-            return self
-        return replace(self, last=self.last + self.prediction, prediction=None)
