@@ -76,21 +76,45 @@ class AlgorithmSpec(Strict):
 
 
 class ParallelSpec(Strict):
-    """Sizes of the trainer's process grid; ranks = tensor * data."""
+    """Sizes of the trainer's process grid; ranks = tensor * context * pipeline * data."""
 
     tensor: Positive = 1
+    pipeline: Positive = 1
+    virtual: Positive = 1
+    """Model chunks per pipeline stage (interleaved schedule)."""
+    pipeline_layout: str | None = None
+    """Uneven stages in Megatron's notation, e.g. `Ettt|ttL`: E embedding, t layer, m multi-token prediction, L loss."""
+    context: Positive = 1
     data: Positive = 1
+    expert: Positive = 1
+    """Ranks over which the experts are spread; takes its ranks from tensor * context * data."""
+    expert_tensor: Positive | None = None
+    """Tensor parallelism inside an expert; default: `tensor`."""
     sequence_parallel: bool = False
 
     @model_validator(mode="after")
-    def _sequence_needs_tensor(self) -> "ParallelSpec":
+    def _fits_together(self) -> "ParallelSpec":
         if self.sequence_parallel and self.tensor == 1:
             raise ValueError("training.parallel.sequence_parallel needs training.parallel.tensor > 1")
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError("training.parallel.virtual needs training.parallel.pipeline > 1")
+        if self.pipeline_layout is not None and self.pipeline == 1:
+            raise ValueError("training.parallel.pipeline_layout needs training.parallel.pipeline > 1")
+        in_stage = self.world_size // self.pipeline
+        if in_stage % (self.expert * self.expert_tensor_size):
+            raise ValueError(
+                f"training.parallel: expert * expert_tensor = {self.expert} * {self.expert_tensor_size} must divide "
+                f"the ranks of a pipeline stage, tensor * context * data = {in_stage}"
+            )
         return self
 
     @property
+    def expert_tensor_size(self) -> int:
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+    @property
     def world_size(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.context * self.pipeline * self.data
 
 
 class OptimizerSpec(Strict):

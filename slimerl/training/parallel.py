@@ -57,7 +57,7 @@ def start(
     if dist.get_world_size() != parallel.world_size:
         raise ValueError(
             f"{dist.get_world_size()} trainer processes run, but training.parallel wants {parallel.world_size} "
-            "(tensor * data): start torchrun with --nproc-per-node so that they agree"
+            "(tensor * context * pipeline * data): start torchrun with --nproc-per-node so that they agree"
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor, distributed_timeout_minutes=math.ceil(timeout_s / 60)
