@@ -101,14 +101,15 @@ MODULES_WITH_LITERAL_CUDA = (
     "megatron.core.optimizer.clip_grads",  # gradient norm
     "megatron.core.optimizer.optimizer",  # found_inf, _scale
     "megatron.core.utils",  # gradient norm without apex
+    "megatron.core.models.common.embeddings.rope_utils",  # pinned memory: YaRN's cache under context parallelism
 )
-"""Modules that write device="cuda" on a path that a CPU run takes."""
+"""Modules that write device="cuda", or pin memory, on a path that a CPU run takes."""
 
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 
 
 class _TorchOnCpu(types.ModuleType):
-    """`torch` as one Megatron module sees it: a factory's device="cuda" means the CPU."""
+    """`torch` as one Megatron module sees it: a factory's device="cuda" means the CPU, and nothing is pinned."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -120,6 +121,7 @@ class _TorchOnCpu(types.ModuleType):
         def call(*args: Any, **kwargs: Any) -> torch.Tensor:
             if kwargs.get("device") == "cuda":
                 kwargs["device"] = "cpu"
+            kwargs.pop("pin_memory", None)
             return factory(*args, **kwargs)
 
         return call

@@ -1,4 +1,4 @@
-"""The command line: `slimerl run`, `slimerl check`, and the roles one by one."""
+"""The command line: `slimerl run`, `slimerl check`, `slimerl doctor`, and the roles one by one."""
 
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -9,7 +9,14 @@ from rich.console import Console
 from slimerl.spec import RunSpec, SpecError, load_spec
 
 app = typer.Typer(
-    help="Reinforcement learning of large language models: megatron-core trains, SGLang generates.",
+    help="""Reinforcement learning of large language models: megatron-core trains, SGLang generates.
+
+\b
+slimerl doctor                             what this machine can run
+slimerl check configs/quickstart.yaml      what a run will do, or why not
+slimerl run configs/quickstart.yaml        run it
+slimerl run my.yaml training.steps=5       with another value
+""",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -26,12 +33,18 @@ Overrides = Annotated[
 def run(
     spec: SpecFile,
     overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Replace the record of an earlier run.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Replace an earlier run, not go on with it.")] = False,
 ) -> None:
     """Start every role of SPEC on this machine, watch them, and print the result.
 
     Exit code 0: the run finished; 1: it failed (the reason is printed); 2: the spec cannot be used;
     130 or 143: interrupted.
+
+    \b
+    Examples:
+      slimerl run configs/quickstart.yaml
+      slimerl run configs/quickstart.yaml --fresh training.steps=5
+      slimerl run my.yaml output_dir=/big/my-run engine.replicas=2
     """
     from slimerl.conductor.run import RunDirectoryTaken, Terminated
     from slimerl.conductor.run import run as conduct
@@ -51,11 +64,62 @@ def run(
 
 
 @app.command()
-def check(spec: SpecFile, overrides: Overrides = None) -> None:
-    """Check SPEC against this machine and its files without starting anything, and print what follows from it."""
-    from slimerl.conductor.preflight import derived_table
+def check(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    plan_only: Annotated[
+        bool,
+        typer.Option(
+            "--plan-only",
+            help="For a cluster: without files, data and GPUs; the model's config.json is models/NAME.json beside "
+            "SPEC, NAME being the last part of model.path.",
+        ),
+    ] = False,
+) -> None:
+    """Check SPEC against this machine and its files, and print what follows from it. Nothing is started or written.
+
+    Exit code 0: it can run; 2: it cannot, and every reason has a line that says what to do.
+
+    \b
+    Examples:
+      slimerl check configs/quickstart.yaml
+      slimerl check my.yaml training.parallel.pipeline=2 engine.replicas=4
+      slimerl check configs/deepseek_v3_671b.yaml --plan-only
+    """
+    if plan_only:
+        from slimerl.conductor.plan_only import PlanFaults, planned_table
+
+        try:
+            Console().print(planned_table(_loaded(spec, overrides), spec.parent))
+        except PlanFaults as error:
+            _fail(str(error), 2)
+        return
+    from slimerl.conductor.derived import derived_table
 
     Console().print(derived_table(_checked(spec, overrides)))
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: the findings as JSON.")] = False,
+) -> None:
+    """Report what this machine can run, what is missing, what that means and how to mend it.
+
+    Exit code 0: the quickstart can run here; 1: it cannot.
+
+    \b
+    Examples:
+      slimerl doctor
+      slimerl doctor --json | python -m json.tool
+    """
+    from slimerl.conductor import doctor as machine
+
+    findings = machine.examine(Path.cwd())
+    if as_json:
+        typer.echo(machine.as_json(findings))
+    else:
+        machine.report(findings, Console())
+    raise typer.Exit(0 if machine.can_run_quickstart(findings) else 1)
 
 
 @app.command()
@@ -64,7 +128,14 @@ def engine(
     overrides: Overrides = None,
     index: Annotated[int, typer.Option(help="Which of the spec's engine.replicas this is.")] = 0,
 ) -> None:
-    """Run one engine role: an SGLang server that registers with the rollout role."""
+    """Run one engine role: an SGLang server that registers with the rollout role.
+
+    `slimerl run` starts it; by hand it waits for the rollout role of the same SPEC.
+
+    \b
+    Example:
+      slimerl engine runs/my-run/spec.yaml --index 1
+    """
     from slimerl.engine.__main__ import main
 
     raise typer.Exit(main([str(spec), *(overrides or ()), "--index", str(index)]))
@@ -72,10 +143,32 @@ def engine(
 
 @app.command()
 def rollout(spec: SpecFile, overrides: Overrides = None) -> None:
-    """Run the rollout role: prompts, scheduling, rewards, sample store and control service."""
+    """Run the rollout role: prompts, scheduling, rewards, sample store and control service.
+
+    `slimerl run` starts it; by hand start the engines and the trainer beside it, with the same SPEC.
+
+    \b
+    Example:
+      slimerl rollout runs/my-run/spec.yaml
+      torchrun --standalone --nproc-per-node 2 -m slimerl.training runs/my-run/spec.yaml
+    """
     from slimerl.rollout.__main__ import main
 
     raise typer.Exit(main(_loaded(spec, overrides)))
+
+
+@app.command()
+def trace(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="E.g. runs/quickstart.")]) -> None:
+    """Merge what every role of a run recorded of its phases into RUN_DIR/trace.json, for https://ui.perfetto.dev.
+
+    A run does this at its end by itself; this shows one that still goes on.
+    """
+    from slimerl.telemetry.perfetto import TraceError, write_trace
+
+    try:
+        Console().print(f"{write_trace(run_dir)}: open it in https://ui.perfetto.dev", soft_wrap=True)
+    except TraceError as error:
+        _fail(str(error), 2)
 
 
 def _loaded(path: Path, overrides: list[str] | None) -> RunSpec:

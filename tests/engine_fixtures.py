@@ -5,7 +5,8 @@
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Engines:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._running: dict[tuple[str, bool, int], RunningEngine] = {}
+        self._started = 0
 
     def __call__(self, family: str = "qwen3", *, tied: bool = False, tensor_parallel: int = 1) -> RunningEngine:
         key = (family, tied, tensor_parallel)
@@ -57,28 +59,56 @@ class Engines:
             self._running[key] = self._start(*key)
         return self._running[key]
 
+    @contextmanager
+    def brief(self, *engines: tuple[str, int]) -> Iterator[list[RunningEngine]]:
+        """Servers of their own (family, tensor parallel size), started at once and stopped at the end: for a model
+        that one module alone needs, or a server that does not outlive its test."""
+        started = [self._launch(family, False, tensor_parallel) for family, tensor_parallel in engines]
+        try:
+            for engine in started:
+                _wait_for(engine)
+            yield started
+        finally:
+            _stop(started)
+
     def _start(self, family: str, tied: bool, tensor_parallel: int) -> RunningEngine:
+        engine = self._launch(family, tied, tensor_parallel)
+        try:
+            _wait_for(engine)
+        except BaseException:
+            engine.server.stop()
+            raise
+        return engine
+
+    def _launch(self, family: str, tied: bool, tensor_parallel: int) -> RunningEngine:
         name = f"{family}-{'tied' if tied else 'untied'}"
         model_path = self._directory / name
         if not model_path.exists():
             make_tiny_model(family, model_path, tied=tied)
         spec = engine_spec(model_path, self._directory / f"{name}-tp{tensor_parallel}", tensor_parallel)
-        server = start_server(spec, len(self._running), detect_device())
-        try:
-            asyncio.run(server.wait_until_healthy(Deadline(f"{name} to start", START_S)))
-        except BaseException:
-            server.stop()
-            raise
+        server = start_server(spec, self._started, detect_device())
+        self._started += 1
         info = EngineInfo(server.engine_id, server.url, server.admin_key, tensor_parallel)
         return RunningEngine(info, server, model_path)
 
     def close(self) -> None:
         """Stop all; whatever one leaves behind fails the session."""
-        for engine in self._running.values():
+        _stop(list(self._running.values()))
+
+
+def _wait_for(engine: RunningEngine) -> None:
+    asyncio.run(engine.server.wait_until_healthy(Deadline(f"{engine.server.engine_id} to start", START_S)))
+
+
+def _stop(engines: Sequence[RunningEngine]) -> None:
+    for engine in engines:
+        traces = None
+        if engine.server.process.poll() is None:
             root = psutil.Process(engine.server.process.pid)
             traces = Traces.of([root, *root.children(recursive=True)])
             traces.files.add(str(engine.server.private_dir.path))
-            engine.server.stop()
+        engine.server.stop()
+        if traces is not None:
             traces.wait_until_gone()
 
 

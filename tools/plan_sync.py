@@ -1,34 +1,37 @@
 """Plans a weight sync without running anything: bytes of every NIC, lower bound, expected time, as table and picture.
 
-    python tools/plan_sync.py configs/quickstart.yaml
+    python tools/plan_sync.py configs/deepseek_v3_671b.yaml
     python tools/plan_sync.py configs/models/deepseek_v3_671b.json --replicas 16 --picture sync.svg \\
         --trainer tensor=4,pipeline=8,data=8,expert=32,expert_tensor=1,stage_layers=8/8/8/8/8/8/7/6 \\
         --engine tensor=32,expert=32,data_attention=32,replicated_dense=true,replicated_shared=true
 
-The first form takes models and layouts from a run spec, the second from a config.json and the options.
+The first form takes models and layouts from a run spec (a checkpoint that is not here has its config.json in
+models/NAME.json beside the spec, as for `slimerl check --plan-only`), the second from a config.json and the options.
 """
 
 import json
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from slimerl.conductor.plan_only import published_configs, sync_shape
 from slimerl.resharding.families.family import Form
 from slimerl.resharding.families.scales import BlockScales
 from slimerl.resharding.layouts import EngineLayout, MegatronLayout
 from slimerl.resharding.planner import Plan, SyncShape, Topology, make_plan
 from slimerl.simulation.network_sync import Conditions, SyncTime, simulate_sync
 from slimerl.spec import load_spec
+from slimerl.training.capabilities import detect
+from slimerl.training.engine_layout import engine_config
+from slimerl.training.model_config import read_config
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 console = Console()
 
 
@@ -49,14 +52,16 @@ def parsed(text: str, kind: type) -> dict[str, Any]:
     return found
 
 
-def shape_from_spec(path: Path, gpus_per_node: int, nic: float) -> SyncShape:
-    """What a run spec says, as the sync planner wants it."""
+def shape_from_spec(path: Path, gpus_per_node: int | None, nic: float) -> SyncShape:
+    """What a run spec says, as the sync planner wants it; for colocated engines as if they stood apart."""
     spec = load_spec(path)
-    config = json.loads((spec.model.path / "config.json").read_text())
-    train = MegatronLayout(tensor=spec.training.parallel.tensor, data=spec.training.parallel.data)
-    engine = EngineLayout(tensor=spec.engine.tensor_parallel)
-    topology = Topology(train.world_size, engine.world_size, spec.engine.replicas, gpus_per_node, nic)
-    return SyncShape(config, train, engine, topology, DTYPES[spec.model.dtype], Form(scales=BlockScales.of(config)))
+    if (spec.model.path / "config.json").exists():
+        config = read_config(spec.model.path)
+        shape = sync_shape(spec, config, engine_config(spec, config), detect())
+    else:
+        shape = sync_shape(spec, *published_configs(spec, path.parent))
+    per_node = shape.topology.gpus_per_node if gpus_per_node is None else gpus_per_node
+    return replace(shape, topology=replace(shape.topology, gpus_per_node=per_node, nic_bytes_per_s=nic))
 
 
 def describe(plan: Plan, plan_s: float, healthy: SyncTime, jittery: SyncTime) -> Table:
@@ -138,7 +143,7 @@ def main(
     engine: Annotated[str, typer.Option(help="With a config.json: sizes of one engine.")] = "",
     replicas: Annotated[int, typer.Option(help="With a config.json: engines.")] = 1,
     prediction: Annotated[bool, typer.Option(help="With a config.json: send the prediction layer too.")] = False,
-    gpus_per_node: int = 8,
+    gpus_per_node: Annotated[int | None, typer.Option(help="Default: the spec's, with a config.json 8.")] = None,
     nic_gb_s: Annotated[float, typer.Option(help="Speed of a NIC, one per GPU, each way.")] = 50.0,
     picture_path: Annotated[Path | None, typer.Option("--picture", help="Write an SVG of every NIC's bytes.")] = None,
 ) -> None:
@@ -147,7 +152,7 @@ def main(
         config = json.loads(target.read_text())
         train = MegatronLayout(**parsed(trainer, MegatronLayout))
         server = EngineLayout(**parsed(engine, EngineLayout))
-        topology = Topology(train.world_size, server.world_size, replicas, gpus_per_node, nic_gb_s * 1e9)
+        topology = Topology(train.world_size, server.world_size, replicas, gpus_per_node or 8, nic_gb_s * 1e9)
         shape = SyncShape(config, train, server, topology, form=Form(prediction, BlockScales.of(config)))
     else:
         shape = shape_from_spec(target, gpus_per_node, nic_gb_s * 1e9)

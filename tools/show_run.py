@@ -8,6 +8,7 @@ from rich.console import Console
 
 from slimerl.telemetry import read_records
 from slimerl.telemetry.curve import text_curve
+from slimerl.telemetry.perfetto import write_trace
 from slimerl.telemetry.report import final_table
 from slimerl.telemetry.run_log import METRICS_FILE
 
@@ -15,9 +16,13 @@ from slimerl.telemetry.run_log import METRICS_FILE
 def main(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run, e.g. runs/quickstart.")],
     metric: Annotated[str, typer.Option(help="Which metric to draw; a value between 0 and 1.")] = "rollout/accuracy",
+    trace: Annotated[bool, typer.Option("--trace", help="Merge the traces of all roles, also while it runs.")] = False,
 ) -> None:
     """Print the table and the curve of RUN_DIR."""
     console = Console(width=100)
+    if trace:
+        console.print(f"{write_trace(run_dir)}: open it in https://ui.perfetto.dev", soft_wrap=True)
+        return
     drawn = [record for record in read_records(run_dir / METRICS_FILE) if metric in record]
     if not drawn:
         raise typer.BadParameter(f"{run_dir / METRICS_FILE} has no '{metric}'; has the run taken a step?")

@@ -1,16 +1,20 @@
-"""Advantages from the rewards of a step."""
+"""Advantages from the rewards of a step: samples compared with others of their group.
+
+Flows in: rewards and group ids of a whole step. Flows out: one advantage per sample, in order.
+Invariant: groups are found by id, whatever their order and size.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
+from slimerl.algorithms.terms import Scores
+
 STD_FLOOR = 1e-6
 """Added to the standard deviation, so that a group of almost equal rewards does not blow up."""
 
 
-def group_relative(
-    rewards: Sequence[float], groups: Sequence[str], normalize_by_std: bool
-) -> tuple[list[float], dict[str, float]]:
+def group_relative(rewards: Sequence[float], groups: Sequence[str], normalize_by_std: bool) -> Scores:
     """(r - mean of its group) / (sample standard deviation of its group + 1e-6), the division where asked for.
 
     Source: GRPO, DeepSeekMath (arXiv 2402.03300); without the division Dr.GRPO (arXiv 2503.20783).
@@ -23,9 +27,7 @@ def group_relative(
     Returns:
         Advantages in the order of `rewards`; figures: the share of groups of one.
     """
-    members: dict[str, list[int]] = defaultdict(list)
-    for index, group in enumerate(groups):
-        members[group].append(index)
+    members = _members(groups)
     advantages = [0.0] * len(rewards)
     for indices in members.values():
         of_group = [rewards[index] for index in indices]
@@ -33,5 +35,30 @@ def group_relative(
         scale = stdev(of_group) + STD_FLOOR if normalize_by_std and len(indices) > 1 else 1.0
         for index in indices:
             advantages[index] = (rewards[index] - mean) / scale
+    return advantages, _figures(members)
+
+
+def leave_one_out(rewards: Sequence[float], groups: Sequence[str]) -> Scores:
+    """r_i - mean of the others of its group (RLOO, arXiv 2402.14740); a group of one has advantage 0."""
+    members = _members(groups)
+    advantages = [0.0] * len(rewards)
+    for indices in members.values():
+        if len(indices) == 1:
+            continue
+        mean = fmean([rewards[index] for index in indices])
+        for index in indices:
+            # r_i - (G·mean - r_i) / (G - 1)
+            advantages[index] = (rewards[index] - mean) * len(indices) / (len(indices) - 1)
+    return advantages, _figures(members)
+
+
+def _members(groups: Sequence[str]) -> dict[str, list[int]]:
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        members[group].append(index)
+    return members
+
+
+def _figures(members: dict[str, list[int]]) -> dict[str, float]:
     alone = sum(len(indices) == 1 for indices in members.values())
-    return advantages, {"train/groups_of_one_fraction": alone / max(1, len(members))}
+    return {"train/groups_of_one_fraction": alone / max(1, len(members))}

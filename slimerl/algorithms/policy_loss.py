@@ -27,10 +27,16 @@ def clipped_policy_loss(
         The loss of each token, and 1.0 for each token whose gradient is cut off by a clip, else 0.0. All [tokens].
     """
     ratio = log_ratio(policy_logprobs, proximal_logprobs).exp()
-    free = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(free, clipped)
+    loss, clipped = clipped_surrogate(ratio, advantages, clip_low, clip_high)
     bound = -advantages * DUAL_CLIP
     dual = (advantages < 0) & (loss > bound)
-    loss = torch.where(dual, bound, loss)
-    return loss, ((clipped > free) | dual).float()
+    return torch.where(dual, bound, loss), torch.maximum(clipped, dual.to(clipped.dtype))
+
+
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """max(-A·ratio, -A·clip(ratio, 1 - clip_low, 1 + clip_high)); returns as `clipped_policy_loss`."""
+    free = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(free, clipped), (clipped > free).to(ratio.dtype)

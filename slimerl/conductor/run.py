@@ -20,9 +20,14 @@ from slimerl.conductor.supervise import RoleProcess, end_all, watch
 from slimerl.samples.messages import ADDRESS_FILE
 from slimerl.spec import RunSpec
 from slimerl.spec.load import dump_spec
+from slimerl.telemetry import trace
+from slimerl.telemetry.perfetto import TRACE_FILE, TraceError, write_trace
 from slimerl.telemetry.progress import ProgressView
 from slimerl.telemetry.report import final_table
-from slimerl.telemetry.run_log import METRICS_FILE
+from slimerl.telemetry.resources import RESOURCES_DIR
+from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, exported, read_records
+from slimerl.telemetry.trace import TRACE_DIR
+from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps
 
 POLL_S = 0.2
 
@@ -42,10 +47,10 @@ def run(spec: RunSpec, console: Console, fresh: bool = False) -> None:
     """Run to the end.
 
     Args:
-        fresh: replace the record of an earlier run in the same directory.
+        fresh: replace the record and the checkpoints of an earlier run in the same directory; otherwise it goes on.
 
     Raises:
-        RunDirectoryTaken: another run is using the directory, or an earlier one left its record there.
+        RunDirectoryTaken: another run is using the directory, or an earlier one left a record that cannot go on.
         RoleFailed: a role ended early.
         KeyboardInterrupt, Terminated: asked to stop; every role has been ended.
     """
@@ -53,7 +58,12 @@ def run(spec: RunSpec, console: Console, fresh: bool = False) -> None:
         spec_file = run_dir / "spec.yaml"
         spec_file.write_text(dump_spec(spec), encoding="utf-8")
         console.print(f"run [bold]{spec.name}[/bold]: record in {run_dir}, logs in {run_dir / 'logs'}", soft_wrap=True)
-        _run_roles(spec, spec_file, run_dir, console)
+        trace.start(run_dir, "conductor")
+        try:
+            _run_roles(spec, spec_file, run_dir, console)
+        finally:
+            trace.stop()
+            _merge_trace(run_dir, console)
         console.print(final_table(run_dir, spec.name))
 
 
@@ -61,9 +71,10 @@ def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console) 
     roles: list[RoleProcess] = []
     previous = signal.signal(signal.SIGTERM, _raise_terminated)
     try:
-        for command in role_commands(spec, spec_file):
-            roles.append(RoleProcess(command, run_dir / "logs"))
-        with ProgressView(run_dir, spec.training.steps, console) as view:
+        with trace.span("start roles"):
+            for command in role_commands(spec, spec_file):
+                roles.append(RoleProcess(command, run_dir / "logs"))
+        with trace.span("watch"), ProgressView(run_dir, spec.training.steps, console) as view:
             view.describe("starting " + ", ".join(role.role.name for role in roles))
             while not watch(roles):
                 view.update()
@@ -72,9 +83,18 @@ def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console) 
         # A second signal must not cut the clean-up short.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        end_all(roles, spec.deadlines.shutdown_s)
+        with trace.span("end roles"):
+            end_all(roles, spec.deadlines.shutdown_s)
         signal.signal(signal.SIGTERM, previous)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _merge_trace(run_dir: Path, console: Console) -> None:
+    """A trace that cannot be written must not hide how the run ended."""
+    try:
+        write_trace(run_dir)
+    except (TraceError, OSError) as error:
+        console.print(f"no {TRACE_FILE}: {error}", style="yellow", markup=False, soft_wrap=True)
 
 
 def _raise_terminated(_signal: int, _frame: FrameType | None) -> None:
@@ -83,7 +103,7 @@ def _raise_terminated(_signal: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def _claimed(run_dir: Path, fresh: bool) -> Iterator[Path]:
-    """Hold the directory for this run alone, emptied of an earlier run's record where `fresh`."""
+    """Hold the directory for this run alone; what an earlier run left there is gone on with, or goes where `fresh`."""
     if run_dir.exists() and any(run_dir.iterdir()) and not (run_dir / LOCK).exists():
         raise RunDirectoryTaken(f"{run_dir} holds files that are no run's; set output_dir to a directory of its own")
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -92,13 +112,26 @@ def _claimed(run_dir: Path, fresh: bool) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunDirectoryTaken(f"{run_dir} is in use by a running run; set output_dir=… to another") from None
-        if (run_dir / METRICS_FILE).exists() and not fresh:
-            raise RunDirectoryTaken(
-                f"{run_dir} holds the record of an earlier run; pass --fresh to replace it, or set output_dir=…"
-            )
-        for name in (METRICS_FILE, "events.jsonl", ADDRESS_FILE):
+        goes_on = not fresh and _goes_on(run_dir)
+        for name in (TRACE_FILE, ADDRESS_FILE, *(() if goes_on else (METRICS_FILE, EVENTS_FILE))):
             (run_dir / name).unlink(missing_ok=True)
-        for name in ("tensorboard", "logs"):
+        for name in (TRACE_DIR, RESOURCES_DIR, *(() if goes_on else ("tensorboard", "logs", CHECKPOINTS_DIR))):
             shutil.rmtree(run_dir / name, ignore_errors=True)
-        (run_dir / "logs").mkdir()
+        (run_dir / "logs").mkdir(exist_ok=True)
         yield run_dir
+
+
+def _goes_on(run_dir: Path) -> bool:
+    """Has an earlier run ended early and left checkpoints? The trainer chooses among them.
+
+    Raises:
+        RunDirectoryTaken: it left a record that cannot be gone on with.
+    """
+    if not (run_dir / METRICS_FILE).exists() and not complete_steps(run_dir / CHECKPOINTS_DIR):
+        return False
+    ways = "pass --fresh to replace it, or set output_dir=…"
+    if exported(read_records(run_dir / EVENTS_FILE)):
+        raise RunDirectoryTaken(f"{run_dir} holds the record of an earlier run, which is finished; {ways}")
+    if not complete_steps(run_dir / CHECKPOINTS_DIR):
+        raise RunDirectoryTaken(f"{run_dir} holds the record of an earlier run, but no checkpoint of it; {ways}")
+    return True

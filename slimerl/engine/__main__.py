@@ -18,6 +18,8 @@ from slimerl.engine.registration import RegistrationFailed, register
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.samples.messages import EngineInfo
 from slimerl.spec import RunSpec, SpecError, load_spec
+from slimerl.telemetry import trace
+from slimerl.telemetry.resources import ResourceMeter
 
 _WATCH_S = 0.2
 
@@ -30,18 +32,28 @@ async def run_role(spec: RunSpec, index: int) -> None:
         DeadlineExceeded, EngineError, RegistrationFailed: it did not become ready.
     """
     device = detect_device()
-    started = time.monotonic()
+    started, serving = time.monotonic(), None
     server = start_server(spec, index, device)
+    trace.start(spec.run_dir, server.engine_id)
+    resources = asyncio.create_task(ResourceMeter(spec.run_dir, server.engine_id).watch())
     say(server, f"starting SGLang on {device}, tensor parallel {spec.engine.tensor_parallel}; log: {server.log_path}")
     try:
         await server.wait_until_healthy(Deadline(f"{server.engine_id} to become healthy", spec.deadlines.start_s))
-        say(server, f"healthy after {time.monotonic() - started:.1f} s at {server.url}")
+        healthy = time.monotonic()
+        trace.add("start", started, healthy, "server")
+        say(server, f"healthy after {healthy - started:.1f} s at {server.url}")
         await _register_while_running(spec, server)
+        serving = time.monotonic()
+        trace.add("register", healthy, serving, "server")
         say(server, "registered with the rollout role")
         while True:
             server.check_running()
             await asyncio.sleep(_WATCH_S)
     finally:
+        resources.cancel()
+        if serving is not None:
+            trace.add("serve", serving, time.monotonic(), "server")
+        trace.stop()
         say(server, "stopping the server")
         server.stop()
 

@@ -19,6 +19,7 @@ from slimerl.engine.protocol import (
     LOADER,
     Endpoint,
     Generation,
+    MemoryTag,
     PauseMode,
     ProtocolError,
     SamplingParams,
@@ -139,6 +140,16 @@ class EngineClient:
     async def flush_cache(self, *, timeout_s: float | None = None) -> None:
         """Forget all prefixes. Refused while requests hold KV: pause with `retract`, or drain, first."""
         await self._post(Endpoint.FLUSH_CACHE, None, timeout_s)
+
+    async def release_memory(self, tags: Sequence[MemoryTag], *, timeout_s: float | None = None) -> None:
+        """Give up device memory, for a trainer on the same GPUs. Requests that wait are kept; running ones first give
+        their KV back: SGLang's scheduler would end if asked to release memory in use."""
+        await self.pause(PauseMode.RETRACT, timeout_s=timeout_s)
+        await self._post(Endpoint.RELEASE_MEMORY, {"tags": [tag.value for tag in tags]}, timeout_s)
+
+    async def resume_memory(self, tags: Sequence[MemoryTag], *, timeout_s: float | None = None) -> None:
+        """Take released device memory back; its contents are undefined. The server stays paused."""
+        await self._post(Endpoint.RESUME_MEMORY, {"tags": [tag.value for tag in tags]}, timeout_s)
 
     async def freeze_gc(self, *, timeout_s: float | None = None) -> None:
         """Tell Python's collector in every process of the server that what lives now lives for good. After a warm-up:

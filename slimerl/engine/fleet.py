@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Generic, Self, TypeVar
+from urllib.parse import urlsplit
 
 from slimerl.engine.client import EngineClient, EngineError
-from slimerl.engine.protocol import PauseMode
+from slimerl.engine.protocol import MemoryTag, PauseMode
 from slimerl.samples.messages import EngineInfo
 
 Result = TypeVar("Result")
@@ -53,6 +54,7 @@ class EngineFleet:
     def __init__(self, engines: Sequence[EngineInfo], timeout_s: float) -> None:
         """`timeout_s` bounds every single call."""
         self.tensor_parallel = {engine.engine_id: engine.tensor_parallel for engine in engines}
+        self.hosts = {engine.engine_id: urlsplit(engine.url).hostname or "" for engine in engines}
         self.failures: dict[str, str] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-fleet", daemon=True)
@@ -129,6 +131,14 @@ class EngineFleet:
 
     def continue_generation(self) -> None:
         self.each(lambda client: client.continue_generation())
+
+    # --- memory of GPUs that a trainer shares
+
+    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        self.each(lambda client: client.release_memory(tags))
+
+    def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        self.each(lambda client: client.resume_memory(tags))
 
 
 async def _one(call: Call[Result], client: EngineClient) -> Result:

@@ -23,10 +23,12 @@ import psutil
 from slimerl.engine.client import EngineClient
 from slimerl.engine.inside.serve import KEY_VARIABLE
 from slimerl.engine.local_resources import LOOPBACK, PrivateDirectory, ReservedPort
+from slimerl.engine.nccl_settings import NCCL_SETTINGS
 from slimerl.engine.protocol import LOADER, UNVERIFIED_VERSION, SamplingParams
 from slimerl.resilience.deadline import Deadline
 from slimerl.resilience.processes import end_tree
 from slimerl.spec import RunSpec
+from slimerl.spec.schema import EngineSpec
 
 _POLL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0
@@ -60,7 +62,7 @@ def server_arguments(spec: RunSpec, index: int, device: Device, port: int) -> li
     """Arguments of `sglang.launch_server` for engine `index`; `spec.engine.extra_args` come last and win."""
     engine = spec.engine
     arguments = {
-        "--model-path": str(spec.model.path),
+        "--model-path": str(engine.model_path or spec.model.path),
         "--host": LOOPBACK,
         "--port": str(port),
         "--tp-size": str(engine.tensor_parallel),
@@ -71,7 +73,8 @@ def server_arguments(spec: RunSpec, index: int, device: Device, port: int) -> li
         "--random-seed": str(spec.seed + index),
         "--custom-weight-loader": LOADER,
         "--log-level-http": "warning",  # otherwise a line for every request
-        **(_CPU_ARGUMENTS if device is Device.CPU else {"--base-gpu-id": str(index * engine.tensor_parallel)}),
+        **_layout_arguments(engine),
+        **(_CPU_ARGUMENTS if device is Device.CPU else _cuda_arguments(spec, index)),
     }
     flags = [
         # Written with "=", or argparse takes the minus for an option.
@@ -81,7 +84,12 @@ def server_arguments(spec: RunSpec, index: int, device: Device, port: int) -> li
         "--sleep-on-idle",
     ]
     if device is Device.CUDA:
-        flags.append("--enable-deterministic-inference")  # what keyed sampling is called there
+        # Kernels whose result for a request does not depend on the batch around it, and sampling keyed by
+        # `sampling_seed`. SGLang takes an attention backend that can do so, and a fixed order of NCCL's sums.
+        flags.append("--enable-deterministic-inference")
+        # With EP 1 it would make the shared expert of DeepSeek and GLM one more routed expert; the layout that the
+        # sync plans for keeps it apart.
+        flags.append("--disable-shared-experts-fusion")
     return [part for pair in arguments.items() for part in pair] + flags + list(engine.extra_args)
 
 
@@ -94,6 +102,25 @@ _CPU_ARGUMENTS = {
 }
 
 
+def _layout_arguments(engine: EngineSpec) -> dict[str, str]:
+    """How the model lies on the engine's GPUs: as `training/engine_layout.py` tells the sync. Only what is asked for:
+    SGLang without CUDA knows none of it."""
+    sizes = {
+        "--ep-size": engine.expert_parallel,
+        "--attn-dp-size": engine.data_parallel_attention,
+    }
+    arguments = {name: str(size) for name, size in sizes.items() if size > 1}
+    return arguments | ({"--moe-dense-tp-size": "1"} if engine.replicated_mlp else {})
+
+
+def _cuda_arguments(spec: RunSpec, index: int) -> dict[str, str]:
+    arguments = {"--base-gpu-id": str(spec.first_gpu(index))}
+    if spec.model.dtype == "fp32":
+        # Of the backends that deterministic inference allows, the others take 16 bits only.
+        arguments["--attention-backend"] = "triton"
+    return arguments
+
+
 def server_environment(spec: RunSpec, device: Device, key: str, private_dir: Path) -> dict[str, str]:
     """What the server's environment has beyond the inherited one."""
     environment = {
@@ -103,6 +130,10 @@ def server_environment(spec: RunSpec, device: Device, key: str, private_dir: Pat
         # /health then answers from the server's state, also while paused, instead of generating a token each time.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
+    if device is Device.CUDA:
+        environment |= {name: os.environ.get(name, value) for name, value in NCCL_SETTINGS.items()}
+    if spec.engine.replicated_mlp:
+        environment["SGLANG_SHARED_EXPERT_TP1"] = "1"
     if device is Device.CPU:
         environment |= {
             "SGLANG_USE_CPU_ENGINE": "1",

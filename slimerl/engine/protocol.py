@@ -31,6 +31,8 @@ class Endpoint(StrEnum):
     WEIGHTS_CHECKER = "/weights_checker"
     SERVER_INFO = "/server_info"
     MODEL_INFO = "/model_info"
+    RELEASE_MEMORY = "/release_memory_occupation"
+    RESUME_MEMORY = "/resume_memory_occupation"
 
 
 class PauseMode(StrEnum):
@@ -39,6 +41,14 @@ class PauseMode(StrEnum):
     RETRACT = "retract"
     IN_PLACE = "in_place"
     ABORT = "abort"
+
+
+class MemoryTag(StrEnum):
+    """Device memory that a server started with --enable-memory-saver can give up for a while. Contents are lost:
+    weights come back by the next sync, the KV cache empty."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
 
 
 class UpdateDialect(StrEnum):

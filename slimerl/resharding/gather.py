@@ -2,11 +2,11 @@
 
 Flows in: the placements of every rank of a group, the local parameters. Flows out, on the group's first rank: bucket
 by bucket, the full logical tensors; elsewhere as many empty buckets.
-Invariant: every rank of the group joins the same collectives in the same order, one for each bucket, also where it
-owns nothing of it; each element comes from its one owner.
+Invariant: each element comes from its one owner, and no other byte travels: a rank that owns nothing of a bucket (of
+another pipeline stage) takes no part in it. All ranks enter together, and each sends its parts in the buckets' order.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,8 +45,12 @@ class Gather:
         ranks: Sequence[Sequence[Placement]],
         buckets: Sequence[Sequence[LogicalTensor]],
         group: dist.ProcessGroup | None = None,
+        kept_back: Collection[str] = (),
     ) -> None:
-        """Args: `ranks`: placements of each rank of the group, in its order; `group`: None for a group of one.
+        """Args:
+            ranks: placements of each rank of the group, in its order.
+            group: None for a group of one.
+            kept_back: tensors that the ranks hold and that are in no bucket.
 
         Raises:
             CoverageError: the ranks together leave a part of a tensor out.
@@ -60,7 +64,9 @@ class Gather:
         self._tensors = {tensor.name: tensor for bucket in buckets for tensor in bucket}
         bucket_of = {tensor.name: number for number, bucket in enumerate(buckets) for tensor in bucket}
         self._shares = [[_Share() for _ in ranks] for _ in buckets]
-        for rank, placements in enumerate(owned_placements(ranks, list(self._tensors.values()))):
+        kept_back = frozenset(kept_back)
+        wanted = [[place for place in placements if place.tensor not in kept_back] for placements in ranks]
+        for rank, placements in enumerate(owned_placements(wanted, list(self._tensors.values()))):
             for placement in placements:
                 share = self._shares[bucket_of[placement.tensor]][rank]
                 share.add(placement, self._tensors[placement.tensor].dtype.itemsize)
@@ -76,6 +82,9 @@ class Gather:
         """
         check_parameters(self._mine, {name: tuple(tensor.shape) for name, tensor in parameters.items()})
         device = next(iter(parameters.values())).device
+        if self._group is not None:
+            # NCCL wants all ranks at a group's first operation, and a rank may own nothing of the first buckets.
+            dist.barrier(self._group)
         for bucket, shares in zip(self._buckets, self._shares, strict=True):
             received = self._exchange(shares, parameters, device)
             yield self._assemble(bucket, shares, received, device) if self._rank == 0 else []
@@ -83,17 +92,27 @@ class Gather:
     def _exchange(
         self, shares: list[_Share], parameters: Mapping[str, torch.Tensor], device: torch.device
     ) -> list[torch.Tensor]:
-        """The flat buffers of all ranks on the first one. All are as long as the longest: gather asks for it."""
-        length = max(share.nbytes for share in shares)
-        sent = torch.empty(length, dtype=torch.uint8, device=device)
+        """The flat buffers of all ranks, on the first one; elsewhere this rank's own, once it is sent."""
+        own = shares[self._rank]
+        sent = torch.empty(own.nbytes, dtype=torch.uint8, device=device)
         with torch.no_grad():
-            for placement, offset in shares[self._rank].pieces:
+            for placement, offset in own.pieces:
                 self._view(sent, placement, offset).copy_(placement.view_of(parameters[placement.parameter]))
         if self._group is None:
             return [sent]
-        buffers = [torch.empty_like(sent) for _ in shares] if self._rank == 0 else None
-        dist.gather(sent, buffers, group=self._group, group_dst=0)
-        return buffers or []
+        if self._rank != 0:
+            if own.nbytes:
+                _exchange([dist.P2POp(dist.isend, sent, group=self._group, group_peer=0)])
+            return [sent]
+        buffers = [sent, *(torch.empty(share.nbytes, dtype=torch.uint8, device=device) for share in shares[1:])]
+        _exchange(
+            [
+                dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=rank)
+                for rank, buffer in enumerate(buffers)
+                if rank and buffer.numel()
+            ]
+        )
+        return buffers
 
     def _view(self, buffer: torch.Tensor, placement: Placement, offset: int) -> torch.Tensor:
         dtype = self._tensors[placement.tensor].dtype
@@ -117,3 +136,9 @@ class Gather:
             for placement, offset in share.pieces:
                 full[placement.tensor][placement.box.slices].copy_(self._view(flat, placement, offset))
         return list(full.items())
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()

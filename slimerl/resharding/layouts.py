@@ -177,6 +177,17 @@ class MegatronLayout:
         expert_data, expert = divmod(in_stage, self.expert)
         return MegatronCoordinates(tensor, context, data, pipeline, expert_tensor, expert, expert_data)
 
+    @property
+    def holders(self) -> list[int]:
+        """The ranks that together hold each part of the model once: of everything else the first replica, of experts
+        the first of their replicas, which may reach over several of the model's."""
+        at = {rank: self.coordinates(rank) for rank in range(self.world_size)}
+        return [rank for rank, c in at.items() if c.data == c.context == 0 or c.expert_data == 0]
+
+    def replica(self, data: int) -> list[int]:
+        """The ranks that compute the same samples: those of one data-parallel index."""
+        return [rank for rank in range(self.world_size) if self.coordinates(rank).data == data]
+
     def part(self, rank: int, axis: Axis) -> Part:
         at = self.coordinates(rank)
         if axis is Axis.NONE or (axis is Axis.LATENT and not self.split_latent):

@@ -1,6 +1,6 @@
 """The sync transaction: after each optimizer step, the engines get the trainer's weights, proven, as one version.
 
-    hold → pause → check → (gather → send, digest) per bucket → verify → commit → release
+    hold → pause → check → (gather → quantise, if FP8 → send, digest) per bucket → verify → commit → release
 
 Flows in: the trainer's parameters on the ranks that gather, the engines that the rollout role names. Flows out: the
 same version in every engine that is left, and the seconds of each phase.
@@ -9,10 +9,8 @@ parameters were equal to those of what was sent, on each of its ranks; whatever 
 every other engine named as dirty.
 """
 
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,12 +19,20 @@ import torch.distributed as dist
 from slimerl.engine.fleet import EngineFleet
 from slimerl.resharding.gather import Gather
 from slimerl.resharding.proof import WeightProof
+from slimerl.resharding.quantise import on_the_wire
 from slimerl.resharding.sync_plan import SyncPlan
+from slimerl.resharding.transports.broadcast import BroadcastCarrier
+from slimerl.resharding.transports.carrier import Carrier
+from slimerl.resharding.transports.disk import DiskCarrier
 from slimerl.resharding.transports.ipc import IpcCarrier
+from slimerl.resilience.deadline import Deadline
 from slimerl.samples.messages import HoldReply, HoldRequest, ReleaseRequest
+from slimerl.telemetry import trace
+from slimerl.telemetry.phases import PhaseClock
 
-CARRIERS = {"ipc": IpcCarrier}
-"""By the name of the transport in the spec."""
+CALL_SHARE, TRANSFER_SHARE = 1 / 6, 1 / 2
+"""Of the lease: an engine's bound for one call, and until when the last bucket must be on its way. At most three calls
+follow, so that an engine that hangs does not keep the others past the lease."""
 
 Parameters = Callable[[], Mapping[str, torch.Tensor]]
 
@@ -38,21 +44,6 @@ class WeightControl(Protocol):
     def release(self, request: ReleaseRequest) -> None: ...
 
 
-class PhaseClock:
-    """Seconds spent by name of phase; a phase entered many times adds up."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.monotonic() - start
-
-
 class WeightSyncer:
     """Made once for a run on every trainer rank; all gathering ranks call `sync` together.
 
@@ -60,7 +51,9 @@ class WeightSyncer:
         group: the gathering ranks in the plan's order; None for a single one.
         parameters: this rank's parameters, named as in the plan; None on ranks that do not gather.
         control: the rollout role's client, on the first gathering rank alone.
-        timeout_s: bound of the hold's lease and of each call to an engine.
+        timeout_s: seconds of the hold's lease; the whole sync ends before.
+        transport: `ipc`, `broadcast` or `disk`.
+        directory: of the run; `disk` puts its buckets there.
     """
 
     def __init__(
@@ -70,14 +63,18 @@ class WeightSyncer:
         parameters: Parameters | None,
         control: WeightControl | None,
         timeout_s: float,
-        transport: str = "ipc",
+        transport: str,
+        directory: Path,
     ) -> None:
         self._plan = plan
         self._parameters = parameters
         self._control = control
         self._timeout_s = timeout_s
-        self._carrier = CARRIERS[transport]
-        self._gather = Gather(plan.trainer_ranks, plan.buckets, group) if parameters is not None else None
+        self._transport = transport
+        self._directory = directory
+        self._gather = (
+            Gather(plan.trainer_ranks, plan.gathered, group, plan.kept_back) if parameters is not None else None
+        )
 
     def sync(self, version: int) -> dict[str, float]:
         """Bring `version` to the engines; returns the seconds of each phase, empty on ranks that do not coordinate.
@@ -85,14 +82,23 @@ class WeightSyncer:
         Raises:
             NoEngineLeft: no engine holds the version; the message gives the reason for each.
             CoverageError, ProofError, NothingSent: plan and parameters do not fit.
+            BucketNotWritten: `disk` has no room.
+            DeadlineExceeded: the transfer took so long that the lease might have run out.
         """
         if self._gather is None or self._parameters is None:
             return {}
         if self._control is None:
-            for _ in self._gather.run(self._parameters()):
-                pass
+            with trace.span("gather"):
+                for _ in self._gather.run(self._parameters()):
+                    pass
             return {}
-        return self._coordinate(version, self._control, self._gather.run(self._parameters()))
+        buckets = self._gather.run(self._parameters())
+        try:
+            return self._coordinate(version, self._control, buckets)
+        except Exception:
+            for _ in buckets:  # the other ranks are in the middle of it
+                pass
+            raise
 
     def _coordinate(
         self, version: int, control: WeightControl, buckets: Iterator[list[tuple[str, torch.Tensor]]]
@@ -102,13 +108,16 @@ class WeightSyncer:
             hold = control.hold(HoldRequest(version, self._timeout_s))
         whole: list[str] = []
         failures: dict[str, str] = {}
+        unproven = f"the update to version {version} was not finished"
         try:
-            with EngineFleet(hold.engines, self._timeout_s) as fleet:
+            with EngineFleet(hold.engines, self._timeout_s * CALL_SHARE) as fleet:
                 failures = fleet.failures
                 self._write(version, fleet, buckets, clock)
                 whole = fleet.left
+        except Exception as error:
+            unproven += f": {error}"
+            raise
         finally:
-            unproven = f"the update to version {version} was not finished"
             dirty = {
                 one.engine_id: failures.get(one.engine_id, unproven)
                 for one in hold.engines
@@ -125,13 +134,18 @@ class WeightSyncer:
         buckets: Iterator[list[tuple[str, torch.Tensor]]],
         clock: PhaseClock,
     ) -> None:
+        transfer = Deadline(f"the transfer of version {version}", self._timeout_s * TRANSFER_SHARE)
         proof = WeightProof(self._plan.tensors, self._plan.engine_ranks)
-        with self._carrier(fleet, self._plan.largest_bucket_bytes, self._timeout_s) as carrier:
+        with self._open_carrier(fleet) as carrier:
             with clock("pause"):
                 fleet.pause()
                 fleet.begin_weight_update()
                 carrier.check(self._plan.tensors, self._plan.engine_ranks)
             while (bucket := _next(buckets, clock)) is not None:
+                transfer.check("raise deadlines.sync_s")
+                if self._plan.scales is not None:
+                    with clock("quantise"):
+                        bucket = list(on_the_wire(bucket, self._plan.by_name, self._plan.scales))
                 with clock("send"):
                     carrier.send(bucket)
                 # The engines load the bucket meanwhile.
@@ -144,6 +158,17 @@ class WeightSyncer:
             fleet.end_weight_update(version)
             fleet.flush_cache()
             fleet.continue_generation()
+
+    def _open_carrier(self, fleet: EngineFleet) -> Carrier:
+        call_s = self._timeout_s * CALL_SHARE
+        match self._transport:
+            case "ipc":
+                return IpcCarrier(fleet, self._plan.largest_bucket_bytes, call_s)
+            case "broadcast":
+                return BroadcastCarrier(fleet, call_s)
+            case "disk":
+                return DiskCarrier(fleet, self._directory / "sync", call_s)
+        raise ValueError(f"unknown transport {self._transport!r}")
 
 
 def _next(

@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from slimerl.samples.messages import ADDRESS_FILE, ServiceAddress
 from slimerl.samples.rows import DataError
 from slimerl.samples.store import SampleStore
 from slimerl.spec import RunSpec, SpecError, load_spec
+from slimerl.telemetry import trace
+from slimerl.telemetry.resources import ResourceMeter
 
 logger = logging.getLogger("slimerl.rollout")
 
@@ -74,24 +77,29 @@ async def serve(spec: RunSpec) -> None:
     """Serve until SIGTERM, SIGINT or `/shutdown`."""
     token = secrets.token_hex(16)
     ended = asyncio.Event()
+    trace.start(spec.run_dir, "rollout")
     reward = WorkerPool(spec.reward.workers, spec.reward.timeout_s, SCORERS[spec.reward.kind])
     try:
         # Both take seconds; neither needs the other.
+        begun = time.monotonic()
         inputs, _ = await asyncio.gather(asyncio.to_thread(read_inputs, spec), reward.start())
+        trace.add("start", begun, time.monotonic(), "start")
         # Not before: until here a signal ends the process at once, and its workers with it.
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
         async with _service(spec, inputs, reward, token, ended) as service, _listening(spec, service, token):
-            await _until_ended(ended, service)
+            await _until_ended(ended, service, ResourceMeter(spec.run_dir, "rollout"))
     finally:
         await reward.close()
+        trace.stop()
     logger.info("ended")
 
 
-async def _until_ended(ended: asyncio.Event, service: ControlService) -> None:
-    """Wait for the end, or raise what ended the scheduler or the clock."""
+async def _until_ended(ended: asyncio.Event, service: ControlService, resources: ResourceMeter) -> None:
+    """Wait for the end, or raise what ended the scheduler or a meter."""
     waiting = asyncio.ensure_future(ended.wait())
-    running = [asyncio.ensure_future(service.scheduler.run()), asyncio.ensure_future(service.lag.watch())]
+    watched = (service.scheduler.run(), service.lag.watch(), resources.watch())
+    running = [asyncio.ensure_future(each) for each in watched]
     try:
         done, _ = await asyncio.wait([waiting, *running], return_when=asyncio.FIRST_COMPLETED)
         service.stop()

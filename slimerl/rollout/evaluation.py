@@ -20,6 +20,7 @@ from slimerl.rollout.judge import Judge
 from slimerl.rollout.prompts import Prompt, sampling_seed
 from slimerl.samples.messages import EvaluateReply, EvaluateRequest
 from slimerl.samples.sample import Sample
+from slimerl.telemetry import trace
 
 
 class EvaluationError(RuntimeError):
@@ -60,6 +61,7 @@ class Evaluation:
             raise EvaluationError("no weights have been released yet; sync them before the first evaluation")
         begun = time.monotonic()
         answers = await self._answers(request)
+        trace.add("evaluate", begun, time.monotonic(), "evaluate", request.step)
         if self.dispatcher.router.version != version:
             raise EvaluationError(
                 f"version {self.dispatcher.router.version} was released while version {version} was evaluated; "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from slimerl.samples.rows import DataError, Row, parse_rows, raise_faults
+from slimerl.samples.rows import DataError, Row, raise_faults, scan_rows
 
 Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 """Texts of prompts → token ids of each, chat template included. All at once: tokenizers are fast in bulk alone."""
@@ -36,13 +36,20 @@ class Drawn:
 
 def read_rows(path: Path, target: str = "answer") -> list[Row]:
     """Read and check a JSONL file. Raises DataError: file and line of each fault, or why it cannot be read."""
+    rows, faults = scan_file(path, target)
+    raise_faults(faults)
+    return rows
+
+
+def scan_file(path: Path, target: str = "answer") -> tuple[list[Row], list[str]]:
+    """As `read_rows`, but the good rows and the faults of the others, one line each."""
     try:
         with path.open(encoding="utf-8") as lines:
-            return parse_rows(lines, str(path), target)
+            return scan_rows(lines, str(path), target)
     except OSError as error:
-        raise DataError(f"{path}: cannot read the data: {error.strerror}") from None
+        return [], [f"{path}: cannot read the data: {error.strerror}"]
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+        return [], [f"{path}: not UTF-8 text: {error.reason} at byte {error.start}"]
 
 
 def tokenize_rows(rows: Sequence[Row], encode: Encode, max_tokens: int, source: str) -> list[Prompt]:
@@ -55,6 +62,15 @@ def tokenize_rows(rows: Sequence[Row], encode: Encode, max_tokens: int, source: 
     Raises:
         DataError: prompts longer than `max_tokens`, or that encode to nothing.
     """
+    prompts, faults = scan_prompts(rows, encode, max_tokens, source)
+    raise_faults(faults)
+    return prompts
+
+
+def scan_prompts(rows: Sequence[Row], encode: Encode, max_tokens: int, source: str) -> tuple[list[Prompt], list[str]]:
+    """As `tokenize_rows`, but the good prompts and the faults of the others, one line each."""
+    if not rows:
+        return [], []
     prompts = []
     faults = []
     for row, ids in zip(rows, encode([row.prompt for row in rows]), strict=True):
@@ -68,8 +84,7 @@ def tokenize_rows(rows: Sequence[Row], encode: Encode, max_tokens: int, source: 
             )
         else:
             prompts.append(Prompt(row.row_id, tokens, row.target))
-    raise_faults(faults)
-    return prompts
+    return prompts, faults
 
 
 @dataclass
@@ -87,6 +102,14 @@ class PromptStream:
         drawn = self.at(self.cursor)
         self.cursor += 1
         return drawn
+
+    def again(self, group_id: str) -> Drawn:
+        """A prompt that was drawn before. Raises DataError when it is not among the prompts."""
+        epoch, _, prompt_id = group_id.partition("/")
+        prompt = next((prompt for prompt in self.prompts if prompt.prompt_id == prompt_id), None)
+        if prompt is None:
+            raise DataError(f"prompt '{prompt_id}' was drawn before, but data.train_path has none of that id")
+        return Drawn(group_id, int(epoch), prompt)
 
     def at(self, position: int) -> Drawn:
         """The prompt at a position of the sequence, counted over all epochs."""

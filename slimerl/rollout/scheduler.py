@@ -21,8 +21,8 @@ from slimerl.rollout.admission import StalenessGate, choose_batch
 from slimerl.rollout.dispatch import Dispatcher, GenerateRequest, GenerationFailed, append_generation
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.prompts import Drawn, PromptStream, sampling_seed
-from slimerl.rollout.statistics import GroupRecord, batch_metrics
-from slimerl.samples.messages import BatchManifest
+from slimerl.rollout.statistics import GroupRecord, batch_metrics, trace_groups
+from slimerl.samples.messages import BatchManifest, RolloutState
 from slimerl.samples.sample import Sample
 from slimerl.samples.store import GroupState, SampleStore
 
@@ -116,7 +116,7 @@ class Scheduler:
             StoreError: it was trained already.
             RolloutStopped: it will never be complete.
         """
-        batch_id = f"step-{step}"
+        batch_id = _batch_id(step)
         if self.store.batch(batch_id) is not None:
             return self._manifests[batch_id]
         settings, gate = self.settings, self.gate
@@ -133,6 +133,7 @@ class Scheduler:
         records = [self._records.pop(group_id) for group_id in chosen]
         metrics = batch_metrics(batch.samples, records, dropped - self._dropped_before, gate.version)
         self._dropped_before = dropped
+        trace_groups(step, records)
         manifest = BatchManifest(batch_id, step, list(batch.samples), metrics)
         self._manifests[batch_id] = manifest
         return manifest
@@ -142,16 +143,61 @@ class Scheduler:
         self.store.trained(batch_id)
         self._manifests.pop(batch_id, None)
 
+    # --- checkpoints
+
+    def state(self) -> RolloutState:
+        """What to keep so that another process can go on. Raises StoreError while a batch is leased."""
+        counts = self.store.counts()
+        return RolloutState(
+            steps=self.batches_taken,
+            cursor=self.prompts.cursor,
+            trained=counts.trained,
+            dropped=counts.dropped,
+            dropped_told=dict(self._dropped_before),
+            groups=self.store.saved_groups(),
+        )
+
+    def restore(self, state: RolloutState) -> None:
+        """Go on where another process stopped: finished groups are taken over, others are made again.
+
+        Raises:
+            StoreError: groups were admitted here already.
+            DataError: a group is of a prompt that does not exist.
+        """
+        drawn = [None if group.samples else self.prompts.again(group.group_id) for group in state.groups]
+        self.store.restore(state.trained, state.dropped, [_batch_id(step + 1) for step in range(state.steps)])
+        self.prompts.cursor = state.cursor
+        self.batches_taken = state.steps
+        self._dropped_before = Counter(state.dropped_told)
+        self.gate.resume(state.steps)
+        for group, again in zip(state.groups, drawn, strict=True):
+            self.gate.admit()
+            if again is not None:
+                self._start(again, group.version)
+                continue
+            self.store.admit_ready(group)
+            self._records[group.group_id] = GroupRecord()
+            self.gate.accept()
+        remade = sum(again is not None for again in drawn)
+        logger.info(
+            "going on after step %d: %d prompts drawn, %d groups ready, %d to be made again",
+            *(state.steps, state.cursor, len(drawn) - remade, remade),
+        )
+
     # --- groups
 
     def _admit(self, drawn: Drawn) -> None:
         self.gate.admit()
+        self._start(drawn, self.gate.version)
+
+    def _start(self, drawn: Drawn, version: int) -> None:
+        """Make the samples of an admitted group. `version`: what its staleness is counted from."""
         prompt = drawn.prompt
         samples = [
             Sample(f"{drawn.group_id}/{number}", drawn.group_id, prompt.prompt_id, prompt.tokens)
             for number in range(self.settings.samples_per_group)
         ]
-        self.store.admit(drawn.group_id, samples, self.gate.version)
+        self.store.admit(drawn.group_id, samples, version)
         self._records[drawn.group_id] = GroupRecord()
         for sample in samples:
             task = asyncio.get_running_loop().create_task(self._make(sample, prompt.answer))
@@ -206,7 +252,7 @@ class Scheduler:
         """Generate and judge one sample. Raises SampleLost."""
         record = self._records[sample.group_id]
         await self._generate(sample, record)
-        begun = time.monotonic()
+        begun = record.generated_s = time.monotonic()
         outcome = await self.judge.judge(sample, answer)
         record.judged_s[sample.sample_id] = time.monotonic() - begun
         self._reward(sample, outcome, record)
@@ -243,3 +289,7 @@ class Scheduler:
                 record.reward_failed.add(sample.sample_id)
                 # Nothing is known of its correctness.
                 sample.reward, sample.correct = 0.0, None
+
+
+def _batch_id(step: int) -> str:
+    return f"step-{step}"

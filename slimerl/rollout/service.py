@@ -37,10 +37,12 @@ from slimerl.samples.messages import (
     Path,
     Refusal,
     ReleaseRequest,
+    RolloutState,
     Status,
     decode,
     encode,
 )
+from slimerl.samples.rows import DataError
 from slimerl.samples.sample import SampleState
 from slimerl.samples.store import StoreError
 
@@ -54,6 +56,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _STATUS_OF_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (msgspec.MsgspecError, 400),
     (StoreError, 409),
+    (DataError, 409),
     (RouterError, 409),
     (GateError, 409),
     (HoldError, 409),
@@ -101,6 +104,8 @@ class ControlService:
                 web.post(Path.BATCH_TRAINED, self._trained),
                 web.post(Path.FETCH_SAMPLES, self._fetch),
                 web.post(Path.EVALUATE, self._evaluate),
+                web.get(Path.STATE, self._state),
+                web.post(Path.RESTORE, self._restore),
                 web.post(Path.SHUTDOWN, self._shutdown),
             ]
         )
@@ -241,6 +246,15 @@ class ControlService:
 
     async def _evaluate(self, request: web.Request) -> web.Response:
         return _answer(await self.evaluation.run(await _message(request, EvaluateRequest)))
+
+    async def _state(self, _: web.Request) -> web.Response:
+        """Answers with a `RolloutState`."""
+        return _answer(self.scheduler.state())
+
+    async def _restore(self, request: web.Request) -> web.Response:
+        """Answers with the `Status` after it."""
+        self.scheduler.restore(await _message(request, RolloutState))
+        return _answer(self.status())
 
     async def _shutdown(self, _: web.Request) -> web.Response:
         """Answers with the last `Status`; the role ends then."""

@@ -1,4 +1,4 @@
-"""What a batch's manifest says of how it was made. Pure.
+"""What a batch's manifest says of how it was made.
 
 Flows in: the batch's metadata, what was noted of its groups, drops since the last batch. Flows out: `rollout/…`
 figures. Clock readings are seconds of one monotonic clock.
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from slimerl.samples.messages import SampleMeta
+from slimerl.telemetry import trace
 
 
 @dataclass(slots=True)
@@ -17,6 +18,8 @@ class GroupRecord:
 
     started_s: float | None = None
     """First dispatch of one of its samples."""
+    generated_s: float | None = None
+    """End of the last generation of its samples."""
     ready_s: float | None = None
     judged_s: dict[str, float] = field(default_factory=dict)
     """Sample id → seconds from the end of its generation to its reward."""
@@ -46,6 +49,7 @@ def batch_metrics(
     staleness = [version - sample.oldest_version for sample in samples]
     count = len(samples)
     metrics = {
+        "rollout/samples": float(count),
         "rollout/seconds": seconds,
         "rollout/generated_tokens": float(tokens),
         "rollout/tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
@@ -73,3 +77,11 @@ def _uniform_fraction(samples: Sequence[SampleMeta]) -> float:
     for sample in samples:
         rewards.setdefault(sample.group_id, set()).add(sample.reward)
     return fmean(float(len(of_group) == 1) for of_group in rewards.values())
+
+
+def trace_groups(step: int, groups: Sequence[GroupRecord]) -> None:
+    """Where the time of each group went, into the trace: generating its samples, then judging the last of them."""
+    for group in groups:
+        if group.started_s is not None and group.generated_s is not None and group.ready_s is not None:
+            trace.add("generate", group.started_s, group.generated_s, "group", step)
+            trace.add("reward", group.generated_s, group.ready_s, "reward", step)

@@ -26,18 +26,46 @@ class PromptTokenizer:
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_path))
-        except (OSError, ValueError) as error:
-            raise TokenizerError(f"{model_path}: cannot load its tokenizer: {error}") from error
+        except Exception as error:
+            plain = " ".join(str(error).split())
+            raise TokenizerError(f"model.path: {model_path}: cannot load its tokenizer: {plain}") from error
         if data.chat_template and not self._tokenizer.chat_template:
             raise TokenizerError(
                 f"{model_path}: data.chat_template is set, but the tokenizer has no chat template; "
                 "add chat_template.jinja to the checkpoint or set data.chat_template: false"
             )
         self._data = data
+        self._model_path = model_path
         self.stop_token_ids = stop_token_ids(model_path, self._tokenizer.eos_token_id)
         """Ids that end a response, ascending."""
         if not self.stop_token_ids:
             raise TokenizerError(f"{model_path}: neither tokenizer nor config.json names an end-of-sequence token")
+
+    def vocabulary_faults(self, vocabulary: int) -> list[str]:
+        """One line for each id that the model has no row for; none: they agree.
+
+        Args:
+            vocabulary: `vocab_size` of the model's `config.json`.
+        """
+        where = f"model.path: {self._model_path}"
+        faults = []
+        entries = self._tokenizer.get_vocab()
+        token = max(entries, key=entries.__getitem__)
+        if entries[token] >= vocabulary:
+            faults.append(
+                f"{where}: the tokenizer has id {entries[token]} ({token!r}), but config.json says vocab_size = "
+                f"{vocabulary}; take the tokenizer that belongs to this model"
+            )
+        named = {f"end-of-sequence id {each}": each for each in self.stop_token_ids}
+        if self._tokenizer.pad_token_id is not None:
+            named[f"padding id {self._tokenizer.pad_token_id}"] = self._tokenizer.pad_token_id
+        faults += [
+            f"{where}: {what} is outside of the vocabulary (vocab_size = {vocabulary}); correct it in config.json, "
+            "generation_config.json or tokenizer_config.json"
+            for what, each in named.items()
+            if not 0 <= each < vocabulary
+        ]
+        return faults
 
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:
         """Ids of each prompt, framed as one user turn where `data.chat_template` is set."""

@@ -19,6 +19,7 @@ from slimerl.resilience.deadline import Deadline
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import Engines
 from slimerl.samples.messages import EngineInfo, EngineState, HoldReply, HoldRequest, ReleaseRequest
+from slimerl.telemetry import trace
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class WeightHold:
         if request.version < router.version:
             raise HoldError(f"version {request.version} is older than version {router.version}, which engines serve")
         self._busy = f"draining for version {request.version}"
+        begun = time.monotonic()
         try:
             if router.version < 0:
                 await self._all_registered(min(self.start_s, request.lease_s))
@@ -80,6 +82,7 @@ class WeightHold:
             raise HoldError(f"no engine is left to hold: {router.reasons() or 'none has registered'}")
         lease = _Lease(uuid.uuid4().hex, request.version, engines, time.monotonic())
         self._lease = lease
+        trace.add("drain", begun, lease.granted_s, "weights", request.version)
         self._busy = f"lease {lease.lease_id} for version {lease.version}"
         self._expiry = asyncio.get_running_loop().create_task(self._expire(lease, request.lease_s))
         logger.info("weights held for version %d: %s", lease.version, ", ".join(one.engine_id for one in engines))
@@ -105,7 +108,9 @@ class WeightHold:
         self.dispatcher.router.release(request.version, request.whole, dirty)
         for engine_id, reason in dirty.items():
             logger.error("engine %s is quarantined: %s", engine_id, reason)
-        logger.info("version %d released after %.2f s", request.version, time.monotonic() - lease.granted_s)
+        now = time.monotonic()
+        trace.add("hold", lease.granted_s, now, "weights", request.version)
+        logger.info("version %d released after %.2f s", request.version, now - lease.granted_s)
         if self._expiry is not None:
             self._expiry.cancel()
         self._end()

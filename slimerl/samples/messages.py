@@ -32,6 +32,8 @@ class Path(StrEnum):
     BATCH_TRAINED = "/batches/trained"
     FETCH_SAMPLES = "/samples/fetch"
     EVALUATE = "/evaluate"
+    STATE = "/state"
+    RESTORE = "/state/restore"
     SHUTDOWN = "/shutdown"
 
 
@@ -145,6 +147,40 @@ class EvaluateReply(msgspec.Struct, frozen=True):
     """Prompts whose generation or reward failed; they are not counted as wrong answers."""
     mean_response_tokens: float
     seconds: float
+
+
+class SavedSample(msgspec.Struct, frozen=True):
+    """A finished sample with its reward."""
+
+    payload: SamplePayload
+    prompt_id: str
+    reward: float
+    correct: bool | None
+    finish_reason: str | None
+
+
+class SavedGroup(msgspec.Struct, frozen=True):
+    """A group that no step has trained. `version`: at its admission; `samples`: empty where it was not finished, and
+    is to be made again."""
+
+    group_id: str
+    version: int
+    samples: list[SavedSample]
+
+
+class RolloutState(msgspec.Struct, frozen=True):
+    """What the rollout role has to know to go on after `steps` trained steps.
+
+    Prompts drawn so far, samples by what became of them, drops that a manifest has told of, live groups in admission
+    order. Seeds are functions of ids, and need not be kept.
+    """
+
+    steps: int
+    cursor: int
+    trained: int
+    dropped: dict[str, int]
+    dropped_told: dict[str, int]
+    groups: list[SavedGroup]
 
 
 class Status(msgspec.Struct, frozen=True):

@@ -37,12 +37,19 @@ def parse_rows(lines: Iterable[str], source: str, target: str = "answer") -> lis
     Raises:
         DataError: malformed rows, ids that stand twice, empty texts, or no row at all.
     """
+    rows, faults = scan_rows(lines, source, target)
+    raise_faults(faults)
+    return rows
+
+
+def scan_rows(lines: Iterable[str], source: str, target: str = "answer") -> tuple[list[Row], list[str]]:
+    """As `parse_rows`, but the good rows and the faults of the others, one line each."""
     rows: dict[str, Row] = {}
     faults: list[str] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        row = _parse_row(line, number, target)
+        row = _parse_row(line.rstrip("\r\n"), number, target)
         if isinstance(row, str):
             faults.append(f"{source}:{number}: {row}")
         elif row.row_id in rows:
@@ -51,24 +58,31 @@ def parse_rows(lines: Iterable[str], source: str, target: str = "answer") -> lis
             rows[row.row_id] = row
     if not rows and not faults:
         faults.append(f"{source}: no rows")
-    raise_faults(faults)
-    return list(rows.values())
+    return list(rows.values()), faults
 
 
 def raise_faults(faults: Sequence[str]) -> None:
     """Raise DataError with the first `SHOWN_FAULTS` faults, if there are any."""
-    if not faults:
-        return
+    if faults:
+        raise DataError("\n".join(shown_faults(faults)))
+
+
+def shown_faults(faults: Sequence[str]) -> list[str]:
+    """The first `SHOWN_FAULTS` of them, and how many more there are."""
     more = [f"… and {len(faults) - SHOWN_FAULTS} more faults"] if len(faults) > SHOWN_FAULTS else []
-    raise DataError("\n".join([*faults[:SHOWN_FAULTS], *more]))
+    return [*faults[:SHOWN_FAULTS], *more]
 
 
 def _parse_row(line: str, number: int, target: str) -> Row | str:
     """The row, or what is wrong with it."""
     try:
-        tree: Any = json.loads(line)
+        tree: Any = json.loads(line, object_pairs_hook=_without_doubles)
     except json.JSONDecodeError as error:
         return f"not valid JSON: {error.msg} at column {error.colno}"
+    except RecursionError:
+        return "not valid JSON: nested too deeply"
+    except _DoubleKey as error:
+        return f"key '{error}' stands twice"
     if not isinstance(tree, dict):
         return f"a row is an object, found {type(tree).__name__}"
     texts = {}
@@ -83,5 +97,19 @@ def _parse_row(line: str, number: int, target: str) -> Row | str:
             return f"'{key}' must be text, found {type(value).__name__}"
         if not value.strip():
             return f"'{key}' is empty"
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            return f"'{key}' has half of a surrogate pair, which is no text"
         texts[key] = value
     return Row(texts["id"], texts["prompt"], texts[target], number)
+
+
+class _DoubleKey(ValueError):
+    """A key stands twice in one object; Python would let the last one win."""
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise _DoubleKey(next(key for key in names if names.count(key) > 1))
+    return tree

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from slimerl.samples.messages import SampleMeta, SamplePayload, pack_array, unpack_array
+from slimerl.samples.messages import SampleMeta, SamplePayload, SavedSample, pack_array, unpack_array
 
 
 class SampleState(StrEnum):
@@ -102,6 +102,29 @@ class Sample:
             sampled=pack_array(self.sampled, "uint8"),
             behavior_logprobs=pack_array(self.behavior_logprobs, "float32"),
             versions=pack_array(self.versions, "int32"),
+        )
+
+    def saved(self) -> SavedSample:
+        """For a checkpoint; `restored` is the way back. Raises ValueError without a reward."""
+        if self.reward is None:
+            raise ValueError(f"sample {self.sample_id} has no reward; only finished samples are kept")
+        return SavedSample(self.payload(), self.prompt_id, self.reward, self.correct, self.finish_reason)
+
+    @staticmethod
+    def restored(saved: SavedSample, group_id: str) -> "Sample":
+        """The same sample, its log-probabilities rounded to float32 as the trainer gets them."""
+        arrays, prompt_length = response_arrays(saved.payload), saved.payload.prompt_length
+        tokens = arrays.pop("tokens")
+        return Sample(
+            sample_id=saved.payload.sample_id,
+            group_id=group_id,
+            prompt_id=saved.prompt_id,
+            prompt_tokens=tuple(tokens[:prompt_length]),
+            response_tokens=tokens[prompt_length:],
+            finish_reason=saved.finish_reason,
+            reward=saved.reward,
+            correct=saved.correct,
+            **arrays,
         )
 
 

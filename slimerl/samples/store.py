@@ -21,11 +21,11 @@ too little is left, is dropped as a whole. Example::
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from slimerl.samples.messages import SampleMeta, SamplePayload
+from slimerl.samples.messages import SampleMeta, SamplePayload, SavedGroup
 from slimerl.samples.sample import Sample, SampleState
 
 GROUP_TOO_SMALL = "group_too_small"
@@ -241,6 +241,44 @@ class SampleStore:
         del self._batches[batch_id]
         self._acknowledged.add(batch_id)
         self.check()
+
+    def saved_groups(self) -> list[SavedGroup]:
+        """Every live group for a checkpoint, in admission order; one that is not ready without its samples.
+
+        Raises:
+            StoreError: a batch is leased: whether it will have been trained is not known.
+        """
+        if self._batches:
+            raise StoreError(f"batch {', '.join(self._batches)} is leased; save after it was trained")
+        return [
+            SavedGroup(group.group_id, group.version, [sample.saved() for sample in group.samples.values()])
+            if group.state is GroupState.READY
+            else SavedGroup(group.group_id, group.version, [])
+            for group in self._groups.values()
+        ]
+
+    def restore(self, trained: int, dropped: Mapping[str, int], batch_ids: Iterable[str]) -> None:
+        """Take over the books of an earlier process; its live groups are admitted afterwards.
+
+        Raises:
+            StoreError: there are samples in this store already.
+        """
+        if self._admitted:
+            raise StoreError(f"{self._admitted} samples were admitted already; books are taken over before the first")
+        self._admitted = trained + sum(dropped.values())
+        self._trained = trained
+        self._dropped = Counter(dropped)
+        self._acknowledged = set(batch_ids)
+        self.check()
+
+    def admit_ready(self, saved: SavedGroup) -> None:
+        """Take a finished group of an earlier process in, READY. Raises StoreError."""
+        samples = [Sample.restored(each, saved.group_id) for each in saved.samples]
+        self.admit(saved.group_id, samples, saved.version)
+        for sample in samples:
+            self.start(sample.sample_id)
+            self.generated(sample.sample_id)
+            self.rewarded(sample.sample_id)
 
     def sample(self, sample_id: str) -> Sample:
         """A live sample. Raises StoreError."""

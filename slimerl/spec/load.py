@@ -55,6 +55,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is no text", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key '{key}' stands twice", key_node.start_mark)
             seen.add(key)
@@ -72,6 +74,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except OSError as error:
         raise SpecError(f"{path}: cannot read the spec: {error.strerror}") from None
+    except RecursionError:
+        raise SpecError(f"{path}: not valid YAML: nested too deeply") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
@@ -101,21 +105,49 @@ def _plain_lines(error: ValidationError) -> Iterator[str]:
             yield f"unknown key '{where}'{_nearest(where)}"
         elif fault["type"] == "missing":
             yield f"'{where}' is missing"
+        elif fault["type"] == "model_type":
+            yield f"'{where}' is a section of keys, found {fault['input']!r}"
         else:
             message = fault["msg"].removeprefix("Value error, ")
-            shown = f" (found {fault['input']!r})" if where and not isinstance(fault["input"], dict) else ""
+            shown = f" (found {fault['input']!r}{_unit_of(where)})" if where and _is_plain(fault["input"]) else ""
             yield f"{where + ': ' if where else ''}{message[:1].lower() + message[1:]}{shown}"
 
 
+def _is_plain(value: object) -> bool:
+    return not isinstance(value, dict)
+
+
+UNITS = {"s": "seconds", "mib": "MiB", "gib": "GiB", "tokens": "tokens", "steps": "steps"}
+"""The last part of a key's name → the unit of its value."""
+
+_OTHER_UNITS = "ms us sec secs seconds min mins minutes h hours b bytes kb kib mb gb tb".split()
+"""How keys are called elsewhere; taken off to find the key that is meant."""
+
+
+def _unit_of(key: str) -> str:
+    unit = UNITS.get(key.rpartition("_")[2])
+    return f"; write a plain number of {unit}" if unit else ""
+
+
 def _nearest(unknown: str) -> str:
-    """A hint: the key of the same last part in another section, else the one that is spelt most alike."""
+    """A hint: the key of the same meaning in another unit, else of the same last part in another section, else the one
+    that is spelt most alike."""
     keys = list(all_keys(RunSpec))
     leaf = unknown.rpartition(".")[2]
+    same_meaning = [key for key in keys if _without_unit(key) == _without_unit(unknown)]
+    if same_meaning:
+        unit = UNITS.get(same_meaning[0].rpartition("_")[2])
+        return f"; did you mean '{same_meaning[0]}'{f', in {unit}' if unit else ''}?"
     same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
     match = difflib.get_close_matches(unknown, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(
         unknown, keys, n=1, cutoff=0.75
     )
     return f"; did you mean '{match[0]}'?" if match else ""
+
+
+def _without_unit(key: str) -> str:
+    stem, _, last = key.rpartition("_")
+    return stem if last in (*UNITS, *_OTHER_UNITS) else key
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -8,21 +8,14 @@ A default lives here and nowhere else.
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-
-class Strict(BaseModel):
-    """Unknown keys and wrong types are errors; values cannot be reassigned."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+from slimerl.spec.algorithm import AlgorithmSpec
+from slimerl.spec.fields import NonNegative, Positive, Real, Strict
 
 
 def _path_from_text(value: object) -> object:
     return Path(value) if isinstance(value, str) else value
-
-
-def _float_from_int(value: object) -> object:
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _tuple_from_list(value: object) -> object:
@@ -30,9 +23,6 @@ def _tuple_from_list(value: object) -> object:
 
 
 FilePath = Annotated[Path, BeforeValidator(_path_from_text)]
-Real = Annotated[float, BeforeValidator(_float_from_int)]
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[Real, Field(gt=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -62,19 +52,6 @@ class DataSpec(Strict):
         return self
 
 
-class AlgorithmSpec(Strict):
-    """What turns rewards into a gradient. Formulas and sources: `slimerl/algorithms/`."""
-
-    name: Literal["grpo", "sft"] = "grpo"
-    clip_low: Annotated[Real, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[Real, Field(gt=0)] = 0.28
-    normalize_by_std: bool = True
-    """GRPO divides the group-centred reward by the group's standard deviation."""
-    correction: Literal["none", "token_tis"] = "none"
-    """Train-inference correction: weight tokens by the detached proximal/behaviour ratio."""
-    correction_cap: Annotated[Real, Field(gt=0)] = 2.0
-
-
 class ParallelSpec(Strict):
     """Sizes of the trainer's process grid; ranks = tensor * context * pipeline * data."""
 
@@ -100,6 +77,11 @@ class ParallelSpec(Strict):
             raise ValueError("training.parallel.virtual needs training.parallel.pipeline > 1")
         if self.pipeline_layout is not None and self.pipeline == 1:
             raise ValueError("training.parallel.pipeline_layout needs training.parallel.pipeline > 1")
+        if self.expert_tensor_size > 1 and self.expert == 1 and not self.sequence_parallel and self.expert_tensor:
+            # Megatron's expert layers would add up their parts twice
+            raise ValueError(
+                "training.parallel.expert_tensor > 1 needs training.parallel.expert > 1 or sequence_parallel: true"
+            )
         in_stage = self.world_size // self.pipeline
         if in_stage % (self.expert * self.expert_tensor_size):
             raise ValueError(
@@ -137,6 +119,11 @@ class TrainingSpec(Strict):
     """Optimizer updates per step; above 1 the proximal log-probabilities take a pass of their own."""
     micro_batch_tokens: Positive = 4096
     """Upper bound of the tokens that one rank computes at once (a longer sample stands alone)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: nothing, core attention, or whole layers."""
+    shared_prefix: Literal["auto", "always", "never"] = "auto"
+    """Compute a prompt once for the samples of its group. auto: where Transformer Engine's attention, which cannot, is
+    not used; always: with FlexAttention in its place."""
     parallel: ParallelSpec = ParallelSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     threads_per_rank: Positive = 1
@@ -169,15 +156,45 @@ class RolloutSpec(Strict):
 class EngineSpec(Strict):
     """One SGLang server; `replicas` of them are started."""
 
+    model_path: FilePath | None = None
+    """The checkpoint that the engines start from, where it is not the trainer's: the same model in FP8 blocks. The sync
+    then sends what its `config.json` says."""
     replicas: Positive = 1
     tensor_parallel: Positive = 1
+    """GPUs of one engine."""
+    expert_parallel: Positive = 1
+    """Groups of an engine's GPUs over which its experts are spread; an expert is cut over the GPUs of a group."""
+    data_parallel_attention: Positive = 1
+    """Groups of an engine's GPUs that each serve requests of their own; attention is cut over the GPUs of a group."""
+    replicated_mlp: bool = False
+    """Every GPU holds dense MLPs and shared experts whole: on a large engine a part would be less than an FP8 block."""
     max_total_tokens: Positive = 20_000
-    """KV cache size in tokens."""
+    """KV cache size in tokens, of each attention group."""
     context_tokens: Positive = 2048
     threads: Positive = 1
     """CPU threads of one engine process; without meaning on a GPU."""
     extra_args: Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)] = ()
     """Further arguments of `sglang.launch_server`, as they stand."""
+
+    @model_validator(mode="after")
+    def _groups_divide_the_gpus(self) -> "EngineSpec":
+        for key in ("expert_parallel", "data_parallel_attention"):
+            if self.tensor_parallel % getattr(self, key):
+                raise ValueError(
+                    f"engine.{key} = {getattr(self, key)} does not divide the GPUs of an engine, "
+                    f"engine.tensor_parallel = {self.tensor_parallel}"
+                )
+        return self
+
+
+class ClusterSpec(Strict):
+    """The GPUs of the run; without CUDA it means nothing."""
+
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """colocated: engines share the trainer's GPUs. disaggregated: the GPUs behind the trainer's are theirs."""
+    gpus_per_node: Positive = 8
+    gpu_memory_gib: Annotated[Real, Field(gt=0)] = 80.0
+    """Of one GPU, for `slimerl check --plan-only`; elsewhere the machine is asked."""
 
 
 class RewardSpec(Strict):
@@ -189,8 +206,13 @@ class RewardSpec(Strict):
 
 
 class SyncSpec(Strict):
-    transport: Literal["ipc"] = "ipc"
+    """How new weights get into the engines."""
+
+    transport: Literal["ipc", "broadcast", "disk"] = "ipc"
+    """`ipc`: shared memory; engines on the trainer's machine. `broadcast`: a process group of trainer and engines;
+    anywhere on one network. `disk`: files in `output_dir`, which trainer and engines must share."""
     bucket_mib: Positive = 64
+    """Weights travel in pieces of this size; two of them are under way at a time."""
 
 
 class EvaluationSpec(Strict):
@@ -202,6 +224,18 @@ class EvaluationSpec(Strict):
     temperature: Annotated[Real, Field(ge=0)] = 0.0
 
 
+class CheckpointSpec(Strict):
+    """Checkpoints of the run, in OUTPUT_DIR/checkpoints; a run that ended early goes on from the newest whole one."""
+
+    every_steps: NonNegative = 10
+    """0: none."""
+    keep_last: Positive = 2
+    resume: Literal["auto", "never"] = "auto"
+    """never: refuse to start where checkpoints lie."""
+    on_failure: Literal["warn", "stop"] = "warn"
+    """What becomes of the run when a checkpoint cannot be written (disk full)."""
+
+
 class DeadlineSpec(Strict):
     """Upper bounds of every wait; what is exceeded is named in the error."""
 
@@ -209,6 +243,8 @@ class DeadlineSpec(Strict):
     request_s: Seconds = 300.0
     batch_s: Seconds = 1800.0
     sync_s: Seconds = 300.0
+    checkpoint_s: Seconds = 1800.0
+    """From the time when the next one is due, or the run ends."""
     shutdown_s: Seconds = 20.0
 
     @model_validator(mode="after")
@@ -232,9 +268,11 @@ class RunSpec(Strict):
     training: TrainingSpec
     rollout: RolloutSpec = RolloutSpec()
     engine: EngineSpec = EngineSpec()
+    cluster: ClusterSpec = ClusterSpec()
     reward: RewardSpec = RewardSpec()
     sync: SyncSpec = SyncSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
     deadlines: DeadlineSpec = DeadlineSpec()
 
     @property
@@ -247,8 +285,28 @@ class RunSpec(Strict):
 
     @property
     def uses_engines(self) -> bool:
-        """SFT reads its responses from the data; everything else samples them."""
-        return self.algorithm.name != "sft"
+        """Some algorithms read their responses from the data; all others sample them."""
+        return self.algorithm.samples_responses
+
+    @property
+    def engine_gpus(self) -> int:
+        """Of all engines."""
+        return self.engine.replicas * self.engine.tensor_parallel if self.uses_engines else 0
+
+    @property
+    def gpus(self) -> int:
+        """Of the whole run."""
+        trainer = self.training.parallel.world_size
+        return max(trainer, self.engine_gpus) if self.is_colocated else trainer + self.engine_gpus
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.cluster.placement == "colocated"
+
+    def first_gpu(self, engine: int) -> int:
+        """Of an engine, on its node: engine after engine, from the first GPU on or from behind the trainer's."""
+        before = 0 if self.is_colocated else self.training.parallel.world_size
+        return (before + engine * self.engine.tensor_parallel) % self.cluster.gpus_per_node
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunSpec":
@@ -260,8 +318,15 @@ class RunSpec(Strict):
                 f"a step has {samples} samples, but training.minibatches_per_step * training.parallel.data = "
                 f"{parts} parts want at least one each; raise training.prompts_per_step"
             )
-        if self.uses_engines and self.algorithm.name == "grpo" and rollout.samples_per_prompt < 2:
-            raise ValueError("grpo compares the samples of a prompt: rollout.samples_per_prompt must be at least 2")
+        if self.algorithm.compares_groups and rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"{self.algorithm.name} compares the samples of a prompt: rollout.samples_per_prompt must be at least 2"
+            )
+        if (self.algorithm.overlong_limit_tokens or 0) > rollout.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_limit_tokens = {self.algorithm.overlong_limit_tokens} is never reached: "
+                f"rollout.max_new_tokens = {rollout.max_new_tokens}"
+            )
         new_tokens = max(rollout.max_new_tokens, self.evaluation.max_new_tokens or 0)
         longest = self.data.max_prompt_tokens + new_tokens
         if self.uses_engines and longest > self.engine.context_tokens:

@@ -5,6 +5,7 @@ Where standard output is no terminal, one plain line per step is printed instead
 """
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,21 @@ SHOWN = (
 
 
 class Tail:
-    """New whole records of a growing .jsonl file."""
+    """New whole records of a growing .jsonl file; of one that is replaced (a run goes on from a checkpoint), all."""
 
     def __init__(self, path: Path, from_end: bool = False) -> None:
         self._path = path
         self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self._inode = path.stat().st_ino if path.exists() else None
 
     def new(self) -> Iterator[dict[str, Any]]:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if self._inode not in (None, inode):
+                self._offset = 0
+            self._inode = inode
             file.seek(self._offset)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
@@ -80,6 +86,9 @@ class ProgressView:
         for event in self._events.new():
             if event["edge"] == "start":
                 self._bar.update(self._task, description=event["phase"])
+            elif event["edge"] == "alarm":
+                text = f"step {event['step']:>4}  {event['name']}: {event['text']}"
+                self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
         for record in self._metrics.new():
             self._show(record)
 

@@ -26,9 +26,20 @@ def final_table(run_dir: Path, name: str) -> Table:
         values = series(records, metric)
         if values:
             table.add_row(label, form.format(values[0]), form.format(values[-1]))
+    for name in _names(records, "memory/", "_rss_gib"):
+        values = series(records, f"memory/{name}_rss_gib")
+        table.add_row(f"memory of {name} (GiB)", f"{values[0]:.2f}", f"{values[-1]:.2f}")
+    for name in _names(records, "alarm/"):
+        table.add_row(f"alarm {name} (steps)", "", str(len(series(records, f"alarm/{name}"))), style="yellow")
     for metric, seconds in phase_seconds(records).items():
         table.add_row(f"{metric.removeprefix('time/')} (mean s per step)", "", f"{seconds:.2f}")
     return table
+
+
+def _names(records: Sequence[dict[str, Any]], prefix: str, suffix: str = "") -> list[str]:
+    """What stands between prefix and suffix in the names of recorded metrics."""
+    names = {name for record in records for name in record if name.startswith(prefix) and name.endswith(suffix)}
+    return sorted(name.removeprefix(prefix).removesuffix(suffix) for name in names)
 
 
 def series(records: Sequence[dict[str, Any]], metric: str) -> list[float]:

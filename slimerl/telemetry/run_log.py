@@ -2,34 +2,43 @@
 
 Flows out, in the run directory:
     metrics.jsonl   one object per `metrics` call: {"step", "time", …values}
-    events.jsonl    one object per phase start and end: {"step", "phase", "edge", "time", "seconds"?}
+    events.jsonl    one object per phase start and end: {"step", "phase", "edge", "time", "seconds"?},
+                    and per alarm or note: {"step", "edge": "alarm" or "note", "name", "text", "time"}
     tensorboard/    the same values as scalars
 
 Invariant: a record is one whole line; a reader never sees half of one as valid (`read_records`).
 """
 
 import json
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 
 
 class RunLog:
-    """Writes the record of one run. A resumed run appends."""
+    """Writes the record of one run."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, after_step: int | None = None) -> None:
+        """Args: `after_step`: the run goes on after this step, and metrics of later ones, which are done again, go;
+        None: append."""
         from torch.utils.tensorboard import SummaryWriter  # 1 s to import; only the writing rank needs it
 
         run_dir.mkdir(parents=True, exist_ok=True)
+        if after_step is not None:
+            _keep_until(run_dir / METRICS_FILE, after_step)
         self._metrics = _open_lines(run_dir / METRICS_FILE)
         self._events = _open_lines(run_dir / EVENTS_FILE)
-        self._board = SummaryWriter(str(run_dir / "tensorboard"))
+        purge_step = None if after_step is None else after_step + 1
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` (names like `train/loss`) of `step`."""
@@ -47,6 +56,11 @@ class RunLog:
         yield
         seconds = time.monotonic() - start
         _write(self._events, {"step": step, "phase": name, "edge": "end", "time": time.time(), "seconds": seconds})
+
+    def event(self, step: int, kind: str, name: str, text: str) -> None:
+        """Record what happened in `step`, and write it to the log. Args: `kind`: "alarm", a warning, or "note"."""
+        _write(self._events, {"step": step, "edge": kind, "name": name, "text": text, "time": time.time()})
+        logger.log(logging.WARNING if kind == "alarm" else logging.INFO, "step %d: %s: %s", step, name, text)
 
     def close(self) -> None:
         self._metrics.close()
@@ -67,6 +81,19 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
     return [json.loads(line) for line in whole.splitlines()]
+
+
+def exported(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Do the events of a run say that it wrote its model, and so came to its end?"""
+    return any(event.get("phase") == "export" and event["edge"] == "end" for event in events)
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Leave out the records of later steps, in a new file: readers see the one or the other."""
+    kept = [record for record in read_records(path) if record["step"] <= step]
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    part.replace(path)
 
 
 def _open_lines(path: Path) -> TextIO:

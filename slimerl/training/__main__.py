@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +25,15 @@ from slimerl.resilience.deadline import Deadline
 from slimerl.resilience.processes import die_with_parent
 from slimerl.samples.rows import DataError
 from slimerl.spec import RunSpec, SpecError, load_spec
+from slimerl.telemetry import trace
+from slimerl.telemetry.resources import ResourceMeter, collect
+from slimerl.training.gpu_environment import set_gpu_environment
 from slimerl.training.memory import keep_freed_memory
 from slimerl.training.termination import end_on_sigterm
 
 if TYPE_CHECKING:
     from slimerl.telemetry import RunLog
+    from slimerl.training.checkpoint.resume import Resumed
     from slimerl.training.rollout_client import RolloutClient
 
 COLLECTIVE_MARGIN_S = 60.0
@@ -49,15 +54,26 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     torch.set_num_threads(spec.training.threads_per_rank)
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        set_gpu_environment(spec.training.parallel)
+    else:
         keep_freed_memory()
     megatron_patches.apply()
     with without_import_warnings():
         from slimerl.training import parallel
+        from slimerl.training.checkpoint.content import ResumeError
         from slimerl.training.model_config import UnsupportedModel
     try:
         run_rank(spec)
-    except (CheckpointError, ConfigError, CoverageError, DataError, LayoutError, UnsupportedModel) as error:
+    except (
+        CheckpointError,
+        ConfigError,
+        CoverageError,
+        DataError,
+        LayoutError,
+        ResumeError,
+        UnsupportedModel,
+    ) as error:
         print(error, file=sys.stderr)
         return 2
     finally:
@@ -69,6 +85,8 @@ def run_rank(spec: RunSpec) -> None:
     """Build everything and train. Every rank calls it."""
     from slimerl.training import assembly, parallel
     from slimerl.training.capabilities import detect
+    from slimerl.training.checkpoint import resume
+    from slimerl.training.checkpoint.checkpointer import Checkpointer
     from slimerl.training.clock import SilentLog
     from slimerl.training.loop import Run, train
 
@@ -80,14 +98,26 @@ def run_rank(spec: RunSpec) -> None:
     # between two collectives rank 0 may sync, evaluate and wait for a batch, one after the other
     longest_s = limits.start_s + limits.sync_s + 2 * limits.batch_s
     grid = parallel.start(spec.training.parallel, capabilities, device, longest_s + COLLECTIVE_MARGIN_S, spec.seed)
-    policy = assembly.build_policy(spec, grid, capabilities)
+    name = f"trainer-{grid.rank}"
+    trace.start(spec.run_dir, name)
+    with trace.span("build"):
+        policy = assembly.build_policy(spec, grid, capabilities)
     if spec.uses_engines:
         client = _connected(spec) if grid.is_leader else None
         source, syncer = assembly.with_engines(spec, policy, client)
     else:
         source, syncer = assembly.without_engines(spec, policy)
-    with _run_log(spec) if grid.is_first else nullcontext(SilentLog()) as log:
-        train(Run(spec, policy.trainer, source, syncer, log, lambda: policy.export(spec.export_dir)))
+    with trace.span("resume"):
+        resumed = resume.find(spec, grid)
+        if resumed is not None:
+            resume.load(resumed, policy.state, spec, grid)
+            source.restore(resumed.source_state())
+    done = resumed.step if resumed is not None else 0
+    with _run_log(spec, resumed) if grid.is_first else nullcontext(SilentLog()) as log:
+        resources = partial(_resources, spec.run_dir, ResourceMeter(spec.run_dir, name), grid.is_first)
+        export = partial(policy.export, spec.export_dir)
+        checkpoints = Checkpointer(spec, policy.state, grid, source.state, done)
+        train(Run(spec, policy.trainer, source, syncer, log, export, resources, checkpoints, done))
     # nobody leaves while the model is being written
     dist.barrier()
 
@@ -99,10 +129,23 @@ def _connected(spec: RunSpec) -> "RolloutClient":
     return RolloutClient.connect(spec.run_dir, deadline, spec.deadlines.request_s)
 
 
-def _run_log(spec: RunSpec) -> "RunLog":
+def _resources(run_dir: Path, meter: ResourceMeter, is_first: bool) -> dict[str, float]:
+    """Publish this rank's, and on the first rank collect those of every role."""
+    meter.publish()
+    return collect(run_dir) if is_first else {}
+
+
+def _run_log(spec: RunSpec, resumed: "Resumed | None") -> "RunLog":
+    """The record, which goes on after the checkpoint's step."""
     from slimerl.telemetry import RunLog
 
-    return RunLog(spec.run_dir)
+    if resumed is None:
+        return RunLog(spec.run_dir)
+    log = RunLog(spec.run_dir, after_step=resumed.step)
+    for rejected in resumed.rejected:
+        log.event(resumed.step, "alarm", "checkpoint damaged", rejected)
+    log.event(resumed.step, "note", "resumed", f"from {resumed.directory}")
+    return log
 
 
 if __name__ == "__main__":

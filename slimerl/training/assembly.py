@@ -12,7 +12,9 @@ import torch
 
 from slimerl.algorithms import Algorithm, algorithm_of
 from slimerl.spec import RunSpec
+from slimerl.training.batching import Batching, build_batching
 from slimerl.training.capabilities import Capabilities
+from slimerl.training.checkpoint.content import TrainedState
 from slimerl.training.loop import NoEngines, Syncer
 from slimerl.training.model import build_chunks, wrap_for_training
 from slimerl.training.model_config import (
@@ -22,6 +24,7 @@ from slimerl.training.model_config import (
     read_config,
     transformer_config,
 )
+from slimerl.training.needs import unsupplied
 from slimerl.training.optimizer import build_optimizer, build_schedule
 from slimerl.training.parallel import Grid
 from slimerl.training.rollout_client import RolloutClient
@@ -37,11 +40,13 @@ class Policy:
     """The model under training on this rank."""
 
     trainer: PolicyTrainer
+    state: TrainedState
     chunks: Sequence[torch.nn.Module]
     arguments: ModelArguments
     algorithm: Algorithm
     map: ModelMap
     grid: Grid
+    batching: Batching
     source: Path
     """The checkpoint that it was loaded from."""
 
@@ -59,19 +64,27 @@ def build_policy(spec: RunSpec, grid: Grid, capabilities: Capabilities) -> Polic
     """
     if spec.export_dir.resolve() == spec.model.path.resolve():
         raise UnsupportedModel(f"training.export_path {spec.export_dir} is model.path: the export would replace it")
+    if lacking := unsupplied(spec.algorithm):
+        raise UnsupportedModel("\n".join(lacking))
     hf_config = read_config(spec.model.path)
     arguments = model_arguments(hf_config)
-    config = transformer_config(arguments, spec.training.parallel, spec.model.dtype, capabilities)
+    capabilities = capabilities.for_dtype(spec.model.dtype).sharing_prompts(spec.training.shared_prefix)
+    config = transformer_config(
+        arguments, spec.training.parallel, spec.model.dtype, capabilities, spec.training.recompute
+    )
     where = model_map(hf_config, spec.training.parallel, capabilities)
     bare = build_chunks(arguments, config, capabilities, where.vocabulary_rows(arguments.vocab_size))
     load_weights(bare, spec.model.path, where, grid.rank)
-    chunks = wrap_for_training(bare, config)
+    replicas = spec.training.parallel.data * spec.training.parallel.context
+    chunks = wrap_for_training(bare, config, capabilities.overlaps_reduction(replicas))
     # after loading: the optimizer copies the weights
     optimizer = build_optimizer(spec.training.optimizer, chunks, config.params_dtype)
     schedule = build_schedule(spec.training.optimizer, spec.training.steps, optimizer)
     algorithm = algorithm_of(spec.algorithm)
     trainer = PolicyTrainer(chunks, optimizer, schedule, algorithm, grid)
-    return Policy(trainer, chunks, arguments, algorithm, where, grid, spec.model.path)
+    batching = build_batching(spec, grid, capabilities, arguments)
+    state = TrainedState(chunks, optimizer, schedule)
+    return Policy(trainer, state, chunks, arguments, algorithm, where, grid, batching, spec.model.path)
 
 
 def with_engines(spec: RunSpec, policy: Policy, client: RolloutClient | None) -> tuple[Source, Syncer]:
@@ -80,7 +93,7 @@ def with_engines(spec: RunSpec, policy: Policy, client: RolloutClient | None) ->
     from slimerl.training.weight_sync import build_syncer
 
     syncer = build_syncer(spec, policy.chunks, policy.map, policy.grid, client)
-    return RolloutSource(spec, policy.grid, policy.algorithm, client), syncer
+    return RolloutSource(spec, policy.grid, policy.algorithm, policy.batching, client), syncer
 
 
 def without_engines(spec: RunSpec, policy: Policy) -> tuple[Source, Syncer]:
@@ -89,4 +102,4 @@ def without_engines(spec: RunSpec, policy: Policy) -> tuple[Source, Syncer]:
     longest = policy.arguments.max_sequence_tokens
     train = read_samples(spec.data.train_path, tokenizer, spec.data, longest)
     held_out = read_samples(spec.data.eval_path, tokenizer, spec.data, longest) if spec.data.eval_path else []
-    return RowSource(spec, policy.grid, train, held_out), NoEngines()
+    return RowSource(spec, policy.grid, policy.batching, train, held_out), NoEngines()

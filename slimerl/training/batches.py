@@ -1,9 +1,11 @@
-"""Samples → the tensors of one micro-batch: sequences one after the other (THD), and the tokens that count.
+"""Samples → the tensors of one micro-batch: sequences one after the other, and the tokens that count.
 
-Flows in: `TrainingSample`s. Flows out: a `MicroBatch`. Invariant: the per-token tensors have one entry for each
-*sampled* token, in the order of the pack; prompt, tool and padding tokens have none.
+Flows in: `TrainingSample`s. Flows out: a `MicroBatch`. Invariants: the per-token tensors have one entry for each
+*sampled* token, in the order of the pack; prompt, tool and padding tokens have none. What stands behind a sample's
+last sampled token, that token itself included, predicts nothing and is not computed.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +13,10 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from slimerl.algorithms import BatchTotals
 from slimerl.training.model import WantedTokens
+from slimerl.training.segments import UNSPREAD, Laid, Segment, Stripes, lay_segments
+from slimerl.training.thd import lay_sequences
 from slimerl.training.training_sample import TrainingSample
 
 PADDING_TOKEN = 0
@@ -19,14 +24,48 @@ PADDING_TOKEN = 0
 
 
 @dataclass(frozen=True)
+class PackForm:
+    """How packs look for this rank.
+
+    Args:
+        tensor: tensor-parallel ranks; sequence parallelism cuts a pack into as many equal parts.
+        stripes: this rank's place among the context-parallel ranks.
+        shared_prefix: samples with equal prompts compute it once; needs `segmented`.
+        segmented: for this package's own attention; otherwise for Transformer Engine's (THD).
+    """
+
+    tensor: int = 1
+    stripes: Stripes = UNSPREAD
+    shared_prefix: bool = False
+    segmented: bool = True
+    device: torch.device | str = "cpu"
+
+
+@dataclass(frozen=True)
 class MicroBatch:
-    """`tokens` [1, pack]; `behavior_logprobs` and `advantages` [sampled tokens], in the order of `wanted`."""
+    """One pack, as this rank computes it.
+
+    Args:
+        tokens: [1, tokens of this context-parallel rank].
+        wanted: positions of this rank, and the tokens that are asked for there.
+        places: for each wanted token its place among the pack's sampled tokens; None: all, in order.
+        behavior_logprobs: [sampled tokens of the pack].
+        advantages: [sampled tokens of the pack].
+        sequence: [sampled tokens of the pack], the sample of each, counted within the pack, ascending.
+        totals: of the minibatch.
+        computed_tokens: of the whole pack, padding included.
+    """
 
     tokens: torch.Tensor
     packed: PackedSeqParams
     wanted: WantedTokens
+    places: torch.Tensor | None
     behavior_logprobs: torch.Tensor
     advantages: torch.Tensor
+    sequence: torch.Tensor
+    sequences: int
+    totals: BatchTotals
+    computed_tokens: int
     padding_tokens: int
 
     @property
@@ -35,54 +74,101 @@ class MicroBatch:
 
 
 def pack(
-    samples: Sequence[TrainingSample], temperature: float, multiple: int, device: torch.device | str = "cpu"
+    samples: Sequence[TrainingSample], temperature: float, form: PackForm, totals: BatchTotals | None = None
 ) -> MicroBatch:
-    """Put samples one after the other.
+    """Put samples one after the other; no samples at all make a pack of padding alone.
 
     Args:
         temperature: of sampling.
-        multiple: the pack's length is padded to a multiple of this, by a sequence of its own (sequence
-            parallelism cuts the pack into equal parts). No samples at all make a pack of padding alone.
+        totals: of the minibatch; default: these samples are all of it.
     """
-    lengths = [len(sample.tokens) for sample in samples]
-    padding = -sum(lengths) % multiple if lengths else multiple
-    tokens = np.full(sum(lengths) + padding, PADDING_TOKEN, dtype=np.int64)
-    ends = np.cumsum(lengths, dtype=np.int64)
-    after, behavior, advantages = [_NO_INTEGERS], [_NO_REALS], [_NO_REALS]
-    for sample, end in zip(samples, ends, strict=True):
-        start = end - len(sample.tokens)
-        tokens[start:end] = sample.tokens
-        after.append(start + sample.prompt_length + np.flatnonzero(sample.sampled))
-        behavior.append(sample.behavior_logprobs[sample.sampled])
-        advantages.append(np.full(int(sample.sampled.sum()), sample.advantage, dtype=np.float32))
-    where = np.concatenate(after)
-    pack_tokens = torch.from_numpy(tokens)
+    line = _line_up(samples, form.shared_prefix)
+    laid = _lay(line, form)
+    tokens = np.full(laid.total, PADDING_TOKEN, dtype=np.int64)
+    tokens[laid.where] = line.tokens
+    local = np.full(laid.total, -1, dtype=np.int64)
+    local[laid.own] = np.arange(len(laid.own))
+    asked = local[laid.where[line.before]]
+    here = np.flatnonzero(asked >= 0)
+
+    def on_device(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(form.device)
+
     return MicroBatch(
-        tokens=pack_tokens[None].to(device),
-        packed=packed_bounds([*lengths, padding] if padding else lengths, device),
-        wanted=WantedTokens(
-            positions=torch.from_numpy(where - 1).to(device),
-            tokens=pack_tokens[torch.from_numpy(where)].to(device),
-            temperature=temperature,
-        ),
-        behavior_logprobs=torch.from_numpy(np.concatenate(behavior)).to(device),
-        advantages=torch.from_numpy(np.concatenate(advantages)).to(device),
-        padding_tokens=padding,
+        tokens=on_device(tokens[laid.own])[None],
+        packed=laid.packed,
+        wanted=WantedTokens(on_device(asked[here]), on_device(line.answers[here]), temperature),
+        places=on_device(here) if form.stripes.size > 1 else None,
+        behavior_logprobs=on_device(line.behavior),
+        advantages=on_device(np.array([sample.advantage for sample in samples], np.float32)[line.sample]),
+        sequence=on_device(line.sequence),
+        sequences=len(samples),
+        totals=totals or BatchTotals(len(line.answers), len(samples), len(samples)),
+        computed_tokens=laid.total,
+        padding_tokens=laid.total - len(line.tokens),
     )
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Samples one after the other, without padding. Of each sampled token: `before`, the token that predicts it;
+    `answers`, its id; `behavior`, its log-probability while sampling; `sample`, whose it is, and `sequence`, the same
+    counted in the order of the line."""
+
+    segments: list[Segment]
+    tokens: np.ndarray
+    before: np.ndarray
+    answers: np.ndarray
+    behavior: np.ndarray
+    sample: np.ndarray
+    sequence: np.ndarray
+
+
+def _line_up(samples: Sequence[TrainingSample], shared_prefix: bool) -> _Line:
+    alike: dict[object, list[int]] = defaultdict(list)
+    for number, sample in enumerate(samples):
+        alike[sample.tokens[: sample.prompt_length].tobytes() if shared_prefix else number].append(number)
+    segments: list[Segment] = []
+    parts: dict[str, list[np.ndarray]] = defaultdict(list)
+    end = 0
+    for numbers in alike.values():
+        parent = None
+        if len(numbers) > 1:
+            first = samples[numbers[0]]
+            parent = len(segments)
+            segments.append(Segment(end, first.prompt_length))
+            parts["tokens"].append(first.tokens[: first.prompt_length])
+            end += first.prompt_length
+        prompt_end = end
+        for number in numbers:
+            sample = samples[number]
+            sampled = np.flatnonzero(sample.sampled)
+            computed = sample.tokens[: sample.prompt_length + int(sampled.max(initial=0))]
+            own = computed if parent is None else computed[sample.prompt_length :]
+            # the response's first token would stand here
+            response = end + sample.prompt_length if parent is None else end
+            before = response + sampled - 1
+            if parent is not None:
+                before[sampled == 0] = prompt_end - 1
+            if len(own):
+                segments.append(Segment(end, len(own), parent))
+            parts["tokens"].append(own)
+            parts["before"].append(before)
+            parts["answers"].append(sample.tokens[sample.prompt_length :][sampled])
+            parts["behavior"].append(sample.behavior_logprobs[sampled])
+            parts["sequence"].append(np.full(len(sampled), len(parts["sample"])))
+            parts["sample"].append(np.full(len(sampled), number))
+            end += len(own)
+    integers = ("tokens", "before", "answers", "sample", "sequence")
+    joined = {name: np.concatenate([_NO_INTEGERS, *parts[name]]) for name in integers}
+    return _Line(segments, behavior=np.concatenate([_NO_REALS, *parts["behavior"]]), **joined)
 
 
 _NO_INTEGERS = np.empty(0, dtype=np.int64)
 _NO_REALS = np.empty(0, dtype=np.float32)
 
 
-def packed_bounds(lengths: Sequence[int], device: torch.device | str) -> PackedSeqParams:
-    """What tells Megatron where each sequence of a pack starts and ends."""
-    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
-    longest = max(lengths)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+def _lay(line: _Line, form: PackForm) -> Laid:
+    if form.segmented:
+        return lay_segments(line.segments, form.tensor, form.stripes, form.device)
+    return lay_sequences([segment.length for segment in line.segments], form.tensor, form.stripes, form.device)

@@ -1,16 +1,18 @@
 """Where the time of a step goes."""
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
+
+from slimerl.telemetry.phases import PhaseClock
 
 
 class Log(Protocol):
     """What the loop needs of `slimerl.telemetry.RunLog`."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+    def event(self, step: int, kind: str, name: str, text: str) -> None: ...
     def phase(self, step: int, name: str) -> AbstractContextManager[None]: ...
 
 
@@ -18,6 +20,8 @@ class SilentLog:
     """The log of every rank but the first."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def event(self, step: int, kind: str, name: str, text: str) -> None: ...
 
     def phase(self, step: int, name: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -28,21 +32,18 @@ class StepClock:
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._seconds: dict[str, float] = defaultdict(float)
+        self._phases = PhaseClock()
         self._since = time.monotonic()
 
     @contextmanager
     def __call__(self, step: int, phase: str) -> Iterator[None]:
-        start = time.monotonic()
-        with self._log.phase(step, phase):
+        with self._log.phase(step, phase), self._phases(phase, step):
             yield
-        self._seconds[phase] += time.monotonic() - start
 
     def take(self) -> dict[str, float]:
         """`time/…` per phase since the last call, and `time/step`, all in seconds."""
         now = time.monotonic()
-        figures = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
+        figures = {f"time/{phase}": seconds for phase, seconds in self._phases.take().items()}
         figures["time/step"] = now - self._since
-        self._seconds.clear()
         self._since = now
         return figures

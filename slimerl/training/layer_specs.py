@@ -5,12 +5,16 @@ Flows in: Megatron's configuration and the machine's capabilities. Flows out: th
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,7 +32,9 @@ def build_spec(config: TransformerConfig, capabilities: Capabilities, virtual_st
         normalization=config.normalization,
         vp_stage=virtual_stage,
     )
-    return spec if capabilities.transformer_engine else with_portable_modules(spec)
+    if not capabilities.transformer_engine:
+        return with_modules(spec, PORTABLE)
+    return with_modules(spec, {TEDotProductAttention: SdpaAttention}) if capabilities.segmented else spec
 
 
 class PortableNorm:
@@ -54,16 +60,33 @@ PORTABLE: dict[type, type] = {
 }
 
 
-def with_portable_modules(spec: Any) -> Any:
-    """A copy of a specification with `PORTABLE`'s modules in place of Megatron's local ones, at any depth."""
+def with_modules(spec: Any, instead: Mapping[type, type]) -> Any:
+    """A copy of a specification with other modules in place of some, at any depth.
+
+    Experts of the portable specification are Megatron's SequentialMLP, one product after the other; the grouped
+    product needs Transformer Engine.
+    """
     if isinstance(spec, ModuleSpec):
-        module = PORTABLE.get(spec.module, spec.module) if isinstance(spec.module, type) else spec.module
-        return dataclasses.replace(spec, module=module, submodules=with_portable_modules(spec.submodules))
+        module = instead.get(spec.module, spec.module) if isinstance(spec.module, type) else spec.module
+        return dataclasses.replace(spec, module=module, submodules=with_modules(spec.submodules, instead))
     if isinstance(spec, list):
-        return [with_portable_modules(each) for each in spec]
+        return [with_modules(each, instead) for each in spec]
     if isinstance(spec, type):
-        return PORTABLE.get(spec, spec)
+        return instead.get(spec, spec)
     if dataclasses.is_dataclass(spec):
         parts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **{name: with_portable_modules(part) for name, part in parts.items()})  # type: ignore[type-var]
+        changed = {name: with_modules(part, instead) for name, part in parts.items()}
+        if instead is PORTABLE:
+            changed |= _whole_latents(spec)
+        return dataclasses.replace(spec, **changed)  # type: ignore[type-var]
     return spec
+
+
+def _whole_latents(spec: Any) -> dict[str, Any]:
+    """Latent attention's down-projections, held whole by every tensor-parallel rank, as Transformer Engine's
+    specification has them. Cut, as in Megatron's local one, the gradient of the rotary part of the keys would lack
+    its sum over the ranks. `Linear` ignores `init_method`; the weights come from a checkpoint."""
+    if not isinstance(spec, MLASelfAttentionSubmodules):
+        return {}
+    # latent attention asks for this very class, so no faster product is put in its place
+    return {"linear_q_down_proj": Linear, "linear_kv_down_proj": Linear}

@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens from hidden states, with the vocabulary spread over tensor-parallel ranks.
 
 Flows in: hidden states of the positions whose next token is asked for, this rank's rows of the output layer, the
-tokens. Flows out: for each position the log-probability of its token (with gradient) and the entropy (without).
+tokens. Flows out: for each position the log-probability of its token and the entropy, both with gradient.
 Only these positions are multiplied with the output layer; prompts cost nothing here. Work is done in chunks of
 rows, so that the logits of a whole micro-batch need not exist at once.
 """
@@ -13,14 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slimerl.training.logits_budget import CHUNK_BYTES, KEPT_BYTES
 from slimerl.training.matmul import product
-
-CHUNK_BYTES = 256 * 2**20
-"""Logits computed at once (fp32). Smaller chunks multiply thin matrices and add up the weight's gradient more often."""
-
-KEPT_BYTES = 512 * 2**20
-"""Up to this size all chunks are kept for the backward pass; beyond it they are computed again there."""
-
 
 CACHED_BYTES = 4 * 2**20
 """What an elementwise pass may touch at a time and still find in the cache."""
@@ -49,7 +43,7 @@ def token_logprobs(
         temperature: as in sampling; engines report log-probabilities of the tempered distribution.
 
     Returns:
-        Two float32 tensors [positions], in nats; gradient flows through the first alone.
+        Two float32 tensors [positions], in nats.
     """
     return _TokenLogprobs.apply(hidden, weight, tokens, temperature, shard)
 
@@ -77,21 +71,29 @@ class _TokenLogprobs(torch.autograd.Function):
             if keep:
                 kept.append(within)
         logprobs, entropy, share = _combine(_Part.joined(parts, hidden.device), shard.group)
-        ctx.save_for_backward(hidden, weight, local, here, share, *kept)
+        ctx.save_for_backward(hidden, weight, local, here, share, entropy, *kept)
         ctx.temperature, ctx.shard = temperature, shard
-        ctx.mark_non_differentiable(entropy)
+        # no gradient of the entropy where no loss asks for it
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, local, here, share, *kept = ctx.saved_tensors
-        grad = grad / ctx.temperature
+    def backward(
+        ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, local, here, share, entropy, *kept = ctx.saved_tensors
+        grad = torch.zeros_like(share) if grad is None else grad / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
         grad_weight: torch.Tensor | None = None
         for index, rows in enumerate(_chunks(hidden.shape[0], weight.shape[0])):
             within = kept[index] if kept else _local_log_softmax(hidden[rows], weight, ctx.temperature, ctx.shard)[0]
+            whole = within.add_(share[rows, None])
+            bonus = None if grad_entropy is None else (whole + entropy[rows, None]).mul_(whole.exp())
             # d logprob / d logits = onehot - probabilities
-            logits = within.add_(share[rows, None]).exp_().mul_(-grad[rows, None])
+            logits = whole.exp_().mul_(-grad[rows, None])
+            if bonus is not None and grad_entropy is not None:
+                # d entropy / d logits = -probabilities · (logprobs + entropy)
+                logits -= bonus.mul_(grad_entropy[rows, None] / ctx.temperature)
             logits.scatter_add_(1, local[rows, None], (grad[rows] * here[rows])[:, None])
             logits = logits.to(weight.dtype)
             grad_hidden[rows] = product(logits, weight.t())

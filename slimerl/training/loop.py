@@ -5,12 +5,12 @@ Invariant: after step i the policy has version i, and what serves version i has 
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from slimerl.spec import RunSpec
-from slimerl.training.alarms import alarms
+from slimerl.training.alarms import Alarms
 from slimerl.training.clock import Log, StepClock
 from slimerl.training.source import Source
 from slimerl.training.step import PolicyTrainer
@@ -31,9 +31,40 @@ class NoEngines:
         return {}
 
 
+class Checkpoints(Protocol):
+    def trained(self, step: int) -> None:
+        """The weights are those of `step`; nothing of the next one has begun."""
+        ...
+
+    def after_step(self, step: int) -> None:
+        """Start what is due, complete what is written."""
+        ...
+
+    def take_figures(self) -> dict[str, float]:
+        """What became of checkpoints since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        ...
+
+
+class NoCheckpoints:
+    """Of a run that keeps none."""
+
+    def trained(self, step: int) -> None: ...
+
+    def after_step(self, step: int) -> None: ...
+
+    def take_figures(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Run:
-    """`export` writes the trained model. Every member is called on every rank."""
+    """`export` writes the trained model, `resources` tells what the roles take; all is called on every rank."""
 
     spec: RunSpec
     trainer: PolicyTrainer
@@ -41,30 +72,47 @@ class Run:
     syncer: Syncer
     log: Log
     export: Callable[[], None]
+    resources: Callable[[], Mapping[str, float]] = dict
+    checkpoints: Checkpoints = field(default_factory=NoCheckpoints)
+    done_steps: int = 0
+    """That the weights have seen already; their record is there."""
 
 
 def train(run: Run) -> None:
-    """Run all steps of the spec, then export the model."""
-    clock = StepClock(run.log)
+    """Run all steps of the spec that are not done yet, then export the model."""
+    clock, alarms = StepClock(run.log), Alarms(run.spec.model.dtype, run.log)
     steps = run.spec.training.steps
-    figures = _publish(run, clock, version=0) | _evaluate(run, clock, step=0)
-    run.log.metrics(0, figures)
-    clock.take()
-    for step in range(1, steps + 1):
+    _begin(run, clock)
+    for step in range(run.done_steps + 1, steps + 1):
         batch = run.source.take(step, clock)
         with clock(step, "train"):
             figures = dict(batch.figures) | run.trainer.step(batch.minibatches)
         run.source.trained(step)
+        run.checkpoints.trained(step)
         figures |= _publish(run, clock, version=step)
         figures |= clock.take()
         if _evaluation_due(run.spec, step):
             figures |= _evaluate(run, clock, step)
             clock.take()
-        for alarm in alarms(figures, run.spec.model.dtype):
-            logger.warning("step %d: %s", step, alarm)
+        figures |= run.resources()
+        figures |= run.checkpoints.take_figures()
+        figures |= alarms.check(step, figures)
         run.log.metrics(step, figures)
+        # after the record: what a checkpoint has seen, the record has
+        with clock(step, "checkpoint"):
+            run.checkpoints.after_step(step)
     with clock(steps, "export"):
+        run.checkpoints.close()
         run.export()
+
+
+def _begin(run: Run, clock: StepClock) -> None:
+    """Bring the weights to the engines; where the run begins, evaluate and record them."""
+    figures = _publish(run, clock, version=run.done_steps)
+    if run.done_steps == 0:
+        figures |= _evaluate(run, clock, step=0)
+        run.log.metrics(0, figures)
+    clock.take()
 
 
 def _publish(run: Run, clock: StepClock, version: int) -> dict[str, float]:

@@ -18,7 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slimerl.training.capabilities import Capabilities
 from slimerl.training.layer_specs import build_spec
 from slimerl.training.logprobs import VocabularyShard, token_logprobs
+from slimerl.training.machine_arguments import data_parallel_arguments
 from slimerl.training.model_config import ModelArguments
+from slimerl.training.rotary import PositionedRotary
 
 
 @dataclass(frozen=True)
@@ -80,23 +82,47 @@ def build_chunks(
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=arguments.tied_embeddings,
             position_embedding_type="rope",
+            rotary_percent=arguments.rotary_percent,
             rotary_base=arguments.rotary_base,
             rope_scaling=arguments.llama3_rope_factor is not None,
             rope_scaling_factor=arguments.llama3_rope_factor or 1.0,
             vp_stage=stage,
         )
         model.true_vocabulary = arguments.vocab_size
+        if capabilities.segmented:
+            _take_positions_from_packs(model)
         chunks.append(Float16Module(config, model) if config.bf16 else model)
     return chunks
 
 
-def wrap_for_training(chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> list[torch.nn.Module]:
-    """Data parallelism with the distributed optimizer: gradients are reduced in float32, each rank keeps a part."""
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+def _take_positions_from_packs(model: GPTModel) -> None:
+    """Rotary modules stand in the model, or in each layer of latent attention."""
+    latent = model.config.multi_latent_attention
+    for module in list(model.modules()):
+        rotary = getattr(module, "rotary_pos_emb", None)
+        if isinstance(rotary, torch.nn.Module) and not isinstance(rotary, PositionedRotary):
+            module.rotary_pos_emb = PositionedRotary(rotary, with_batch=not latent)
+
+
+def wrap_for_training(
+    chunks: Sequence[torch.nn.Module], config: TransformerConfig, overlap: bool = False
+) -> list[torch.nn.Module]:
+    """Data parallelism with the distributed optimizer: gradients are reduced in float32, each rank keeps a part.
+
+    Args:
+        overlap: reduce gradients while the backward pass goes on.
+    """
+    ddp = DistributedDataParallelConfig(**data_parallel_arguments(overlap))
     config.finalize_model_grads_func = finalize_model_grads
-    return [
+    wrapped = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
     ]
+    if overlap:
+        # Megatron's schedules reduce after the last micro-batch alone, and at the same time on all pipeline stages
+        without, reduce = [chunk.no_sync for chunk in wrapped], [chunk.start_grad_sync for chunk in wrapped]
+        config.no_sync_func = without if len(wrapped) > 1 else without[0]
+        config.grad_sync_func = reduce if len(wrapped) > 1 else reduce[0]
+    return wrapped
 
 
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:

@@ -12,12 +12,20 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slimerl.spec.schema import OptimizerSpec
+from slimerl.training.fused_adam import fuse_torch_adam
+from slimerl.training.machine_arguments import optimizer_arguments
 
 
 def build_optimizer(spec: OptimizerSpec, chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Any:
     """Adam whose state is spread over the data-parallel ranks; build it after the weights are loaded."""
-    config = OptimizerConfig(
-        optimizer="adam",
+    optimizer = get_megatron_optimizer(optimizer_config(spec, dtype), list(chunks))
+    fuse_torch_adam(optimizer)
+    return optimizer
+
+
+def optimizer_config(spec: OptimizerSpec, dtype: torch.dtype) -> OptimizerConfig:
+    """Megatron's configuration of the optimizer; `dtype` is the model's."""
+    return OptimizerConfig(
         lr=spec.lr,
         min_lr=spec.min_lr,
         weight_decay=spec.weight_decay,
@@ -27,9 +35,8 @@ def build_optimizer(spec: OptimizerSpec, chunks: Sequence[torch.nn.Module], dtyp
         clip_grad=spec.clip_grad_norm,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=True,
+        **optimizer_arguments(),
     )
-    return get_megatron_optimizer(config, list(chunks))
 
 
 def build_schedule(spec: OptimizerSpec, steps: int, optimizer: Any) -> OptimizerParamScheduler:

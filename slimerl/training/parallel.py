@@ -6,6 +6,7 @@ each function of this module at the same place of the program.
 
 import datetime
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,25 +14,30 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from slimerl.resharding.layouts import MegatronCoordinates, MegatronLayout
 from slimerl.spec.schema import ParallelSpec
 from slimerl.training.capabilities import Capabilities
 
 
 @dataclass(frozen=True)
 class Grid:
-    """This rank's place. All ranks of one data-parallel index form a replica: they hold one copy of the model
-    and compute the same samples; the first of them is its leader."""
+    """This rank's place. All ranks of one data-parallel index form a replica: they compute the same samples;
+    the first of them is its leader."""
 
     rank: int
-    data_rank: int
-    data_size: int
-    tensor_rank: int
-    tensor_size: int
+    place: MegatronCoordinates
+    sizes: ParallelSpec
     device: torch.device
     replica: Any
     """Process group of this rank's replica."""
     leader: int
     """Global rank of this replica's leader."""
+    context: Any
+    """Process group over which the tokens of a pack are spread."""
+    holder_ranks: list[int]
+    """The ranks that together hold the model once (`MegatronLayout.holders`)."""
+    holders: Any
+    """Their process group; None on other ranks, and where there is only one holder."""
 
     @property
     def is_leader(self) -> bool:
@@ -41,6 +47,33 @@ class Grid:
     def is_first(self) -> bool:
         """Rank 0 talks to the control service and writes the record of the run."""
         return self.rank == 0
+
+    @property
+    def is_holder(self) -> bool:
+        return self.rank in self.holder_ranks
+
+    @property
+    def is_last_stage(self) -> bool:
+        """The log-probabilities are known here."""
+        return self.place.pipeline == self.sizes.pipeline - 1
+
+    @property
+    def speaks_for_replica(self) -> bool:
+        """One rank of each replica reports what all ranks of the last stage know."""
+        return self.is_last_stage and self.place.tensor == self.place.context == 0
+
+
+def grid_layout(parallel: ParallelSpec) -> MegatronLayout:
+    """Who stands where, without the model."""
+    return MegatronLayout(
+        tensor=parallel.tensor,
+        data=parallel.data,
+        context=parallel.context,
+        pipeline=parallel.pipeline,
+        virtual=parallel.virtual,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+    )
 
 
 def start(
@@ -60,20 +93,51 @@ def start(
             "(tensor * context * pipeline * data): start torchrun with --nproc-per-node so that they agree"
         )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor, distributed_timeout_minutes=math.ceil(timeout_s / 60)
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    replica = parallel_state.get_model_parallel_group()
+    rank, layout = dist.get_rank(), grid_layout(parallel)
+    place, holders = layout.coordinates(rank), layout.holders
+    _check_place(place)
+    replicas = [layout.replica(data) for data in range(parallel.data)]
     return Grid(
-        rank=dist.get_rank(),
-        data_rank=parallel_state.get_data_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        rank=rank,
+        place=place,
+        sizes=parallel,
         device=device,
-        replica=replica,
-        leader=dist.get_process_group_ranks(replica)[0],
+        replica=_own_group(replicas, rank, timeout),
+        leader=replicas[place.data][0],
+        context=parallel_state.get_context_parallel_group(),
+        holder_ranks=holders,
+        holders=_own_group([holders], rank, timeout) if len(holders) > 1 else None,
     )
+
+
+def _own_group(groups: Sequence[list[int]], rank: int, timeout: datetime.timedelta) -> Any:
+    """Create every group, in one order on every rank; returns the one that `rank` is in, or None."""
+    made = [dist.new_group(members, timeout=timeout) for members in groups]
+    return next((group for group, members in zip(made, groups, strict=True) if rank in members), None)
+
+
+def _check_place(place: MegatronCoordinates) -> None:
+    """The layouts that weights are moved by must be Megatron's own."""
+    megatrons = MegatronCoordinates(
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        context=parallel_state.get_context_parallel_rank(),
+        data=parallel_state.get_data_parallel_rank(),
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
+        expert=parallel_state.get_expert_model_parallel_rank(),
+        expert_data=parallel_state.get_expert_data_parallel_rank(),
+    )
+    if megatrons != place:
+        raise AssertionError(f"the layout places this rank at {place}, Megatron at {megatrons}")
 
 
 def stop() -> None:

@@ -28,6 +28,7 @@ from slimerl.samples.messages import (
     NextBatchRequest,
     Refusal,
     ReleaseRequest,
+    RolloutState,
     SamplePayload,
     ServiceAddress,
     Status,
@@ -112,6 +113,14 @@ class RolloutClient:
         """Run the held-out prompts with the present weights."""
         request = EvaluateRequest(step, timeout_s)
         return self._ask("POST", Endpoint.EVALUATE, request, EvaluateReply, timeout_s + ANSWER_MARGIN_S)
+
+    def state(self) -> RolloutState:
+        """What the rollout role has to know to go on from here; ask after `trained`."""
+        return self._ask("GET", Endpoint.STATE, None, RolloutState)
+
+    def restore(self, state: RolloutState) -> None:
+        """Let a rollout role that has just started go on from there."""
+        self._ask("POST", Endpoint.RESTORE, state, None)
 
     def shutdown(self) -> None:
         """Tell the rollout role to end."""

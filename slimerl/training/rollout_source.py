@@ -8,11 +8,12 @@ fetches the payload of that replica's samples alone and passes it on inside the 
 import msgspec
 
 from slimerl.algorithms import Algorithm
-from slimerl.samples.messages import BatchManifest, SampleMeta, SamplePayload, decode, encode
+from slimerl.samples.messages import BatchManifest, RolloutState, SampleMeta, SamplePayload, decode, encode
 from slimerl.spec import RunSpec
-from slimerl.training.batches import pack
+from slimerl.telemetry import trace
+from slimerl.training.batching import Batching
 from slimerl.training.clock import StepClock
-from slimerl.training.packing import StepPlan, plan_step
+from slimerl.training.packing import SampleShape, StepPlan
 from slimerl.training.parallel import Grid, broadcast_bytes
 from slimerl.training.rollout_client import RolloutClient
 from slimerl.training.source import StepInput
@@ -23,8 +24,11 @@ from slimerl.training.training_sample import BadSample, TrainingSample
 class RolloutSource:
     """`client`: on the leaders of replicas; None elsewhere."""
 
-    def __init__(self, spec: RunSpec, grid: Grid, algorithm: Algorithm, client: RolloutClient | None) -> None:
+    def __init__(
+        self, spec: RunSpec, grid: Grid, algorithm: Algorithm, batching: Batching, client: RolloutClient | None
+    ) -> None:
         self._spec, self._grid, self._algorithm, self._client = spec, grid, algorithm, client
+        self._batching = batching
         self._batch_id = ""
 
     def take(self, step: int, clock: StepClock) -> StepInput:
@@ -34,18 +38,22 @@ class RolloutSource:
         self._batch_id = manifest.batch_id
         with clock(step, "fetch"):
             metas = manifest.samples
-            advantages, figures = self._algorithm.advantages(
-                [meta.reward for meta in metas], [meta.group_id for meta in metas]
-            )
-            training = self._spec.training
-            plan = plan_step(
-                [meta.prompt_length + meta.response_length for meta in metas],
-                training.parallel.data,
-                training.micro_batch_tokens,
-                training.minibatches_per_step,
+            with trace.span("advantages"):
+                advantages, figures = self._algorithm.advantages(
+                    [meta.reward for meta in metas],
+                    [meta.group_id for meta in metas],
+                    [meta.response_length for meta in metas],
+                )
+            plan = self._batching.plan(
+                [
+                    SampleShape(meta.prompt_length, meta.response_length, meta.group_id, meta.sampled_length)
+                    for meta in metas
+                ],
+                self._spec.training.minibatches_per_step,
             )
             samples = self._samples(metas, advantages, plan)
-            return StepInput(self._packed(plan, samples), manifest.metrics | figures)
+            packs = self._batching.packs(plan, samples, self._grid.place.data)
+            return StepInput(packs, manifest.metrics | figures)
 
     def trained(self, step: int) -> None:
         if self._grid.is_first and self._client is not None:
@@ -62,6 +70,13 @@ class RolloutSource:
             "eval/mean_response_tokens": reply.mean_response_tokens,
         }
 
+    def state(self) -> bytes:
+        return encode(self._client.state()) if self._grid.is_first and self._client is not None else b""
+
+    def restore(self, state: bytes) -> None:
+        if self._grid.is_first and self._client is not None:
+            self._client.restore(decode(state, RolloutState))
+
     def _manifest(self, step: int) -> BatchManifest:
         data = None
         if self._grid.is_first and self._client is not None:
@@ -70,7 +85,7 @@ class RolloutSource:
 
     def _samples(self, metas: list[SampleMeta], advantages: list[float], plan: StepPlan) -> dict[int, TrainingSample]:
         """This replica's samples, by their place in the manifest."""
-        own = [index for minibatch in plan.of_rank(self._grid.data_rank) for part in minibatch for index in part]
+        own = [index for minibatch in plan.of_rank(self._grid.place.data) for part in minibatch for index in part]
         data = None
         if self._grid.is_leader and self._client is not None:
             data = encode(self._client.fetch([metas[index].sample_id for index in own]))
@@ -80,13 +95,6 @@ class RolloutSource:
             index: _checked(metas[index], payload, advantages[index])
             for index, payload in zip(own, payloads, strict=True)
         }
-
-    def _packed(self, plan: StepPlan, samples: dict[int, TrainingSample]) -> list[list]:
-        temperature, grid = self._spec.rollout.temperature, self._grid
-        return [
-            [pack([samples[index] for index in part], temperature, grid.tensor_size, grid.device) for part in minibatch]
-            for minibatch in plan.of_rank(grid.data_rank)
-        ]
 
 
 def _checked(meta: SampleMeta, payload: SamplePayload, advantage: float) -> TrainingSample:

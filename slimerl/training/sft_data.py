@@ -15,9 +15,10 @@ import xxhash
 from slimerl.samples.rows import DataError, Row, parse_rows, raise_faults
 from slimerl.spec import RunSpec
 from slimerl.spec.schema import DataSpec
-from slimerl.training.batches import MicroBatch, pack
+from slimerl.training.batches import MicroBatch
+from slimerl.training.batching import Batching
 from slimerl.training.clock import StepClock
-from slimerl.training.packing import plan_step
+from slimerl.training.packing import SampleShape
 from slimerl.training.parallel import Grid, sum_and_max
 from slimerl.training.source import StepInput
 from slimerl.training.step import PolicyTrainer
@@ -62,9 +63,14 @@ class RowSource:
     """Epoch after epoch of all rows, each epoch in an order of its own; a step may span two epochs."""
 
     def __init__(
-        self, spec: RunSpec, grid: Grid, train: Sequence[TrainingSample], held_out: Sequence[TrainingSample] = ()
+        self,
+        spec: RunSpec,
+        grid: Grid,
+        batching: Batching,
+        train: Sequence[TrainingSample],
+        held_out: Sequence[TrainingSample] = (),
     ) -> None:
-        self._spec, self._grid, self._train = spec, grid, train
+        self._spec, self._grid, self._batching, self._train = spec, grid, batching, train
         self._held_out = held_out[: spec.evaluation.max_prompts]
         self._epoch = -1
         self._places: list[int] = []
@@ -77,12 +83,18 @@ class RowSource:
 
     def trained(self, step: int) -> None: ...
 
+    def state(self) -> bytes:
+        """Nothing: the rows of a step follow from its number."""
+        return b""
+
+    def restore(self, state: bytes) -> None: ...
+
     def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float]:
         """Mean negative log-likelihood per response token of the held-out rows, in nats."""
         [micro_batches] = self._packed(self._held_out, minibatches=1)
-        found = torch.cat(trainer.logprobs(micro_batches)).double()
+        found = torch.cat([torch.zeros(0, device=self._grid.device), *trainer.logprobs(micro_batches)]).double()
         sums = torch.stack([-found.sum(), found.new_tensor(len(found))])
-        (total, count), _ = sum_and_max(sums, found.new_zeros(0), counts_here=self._grid.tensor_rank == 0)
+        (total, count), _ = sum_and_max(sums, found.new_zeros(0), counts_here=self._grid.speaks_for_replica)
         return {"eval/loss": total / max(1.0, count)}
 
     def _at(self, position: int) -> TrainingSample:
@@ -94,13 +106,12 @@ class RowSource:
         return self._train[self._places[place]]
 
     def _packed(self, samples: Sequence[TrainingSample], minibatches: int) -> list[list[MicroBatch]]:
-        grid, training = self._grid, self._spec.training
-        lengths = [len(sample.tokens) for sample in samples]
-        plan = plan_step(lengths, grid.data_size, training.micro_batch_tokens, minibatches)
-        return [
-            [pack([samples[index] for index in part], 1.0, grid.tensor_size, grid.device) for part in minibatch]
-            for minibatch in plan.of_rank(grid.data_rank)
+        shapes = [
+            SampleShape(sample.prompt_length, len(sample.sampled), sample.sample_id, int(sample.sampled.sum()))
+            for sample in samples
         ]
+        plan = self._batching.plan(shapes, minibatches)
+        return self._batching.packs(plan, samples, self._grid.place.data)
 
 
 def load_tokenizer(model_path: Path, data: DataSpec) -> Any:

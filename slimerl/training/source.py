@@ -31,3 +31,11 @@ class Source(Protocol):
     def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float]:
         """Figures of the held-out data (`eval/…`) on the first rank."""
         ...
+
+    def state(self) -> bytes:
+        """What it has to know to go on after the present step; on the first rank, elsewhere nothing."""
+        ...
+
+    def restore(self, state: bytes) -> None:
+        """Go on from `state`, which is that of the first rank; called before the first step."""
+        ...

@@ -29,7 +29,7 @@ class Statistics:
             highest = values.detach().double().max() if values.numel() else values.new_zeros((), dtype=torch.float64)
             self._maxima[name] = torch.maximum(self._maxima.get(name, highest), highest)
         self._counts[_SAMPLED] += micro_batch.sampled_tokens
-        self._counts[_COMPUTED] += micro_batch.tokens.numel()
+        self._counts[_COMPUTED] += micro_batch.computed_tokens
         self._counts[_PADDING] += micro_batch.padding_tokens
 
     def reduced(self, counts_here: bool) -> dict[str, float]:

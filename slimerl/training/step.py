@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slimerl.algorithms import Algorithm, TokenBatch
-from slimerl.training.batches import MicroBatch
+from slimerl.telemetry import trace
+from slimerl.training.batches import MicroBatch, PackForm, pack
+from slimerl.training.context import whole_pack
 from slimerl.training.parallel import Grid
 from slimerl.training.statistics import Statistics
 
@@ -64,19 +65,24 @@ class PolicyTrainer:
             self._update(minibatch, at_start, statistics)
             for minibatch, at_start in zip(minibatches, proximal, strict=True)
         ]
-        figures = statistics.reduced(counts_here=self._reports)
+        figures = statistics.reduced(counts_here=self._grid.speaks_for_replica)
         figures["train/grad_norm"] = math.fsum(norms) / len(norms)
         figures["train/lr"] = self._optimizer.param_groups[0]["lr"]
         return figures
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probabilities [sampled tokens] of each micro-batch under the present weights, without gradient."""
+        """Log-probabilities [sampled tokens] of each micro-batch under the present weights, without gradient.
 
-        def keep(output: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            return output[0].sum(), _count(0, output[0].device), output[0]
+        Known on the last pipeline stage; other ranks return nothing.
+        """
 
-        return self._run(micro_batches, lambda index: keep, forward_only=True)
+        def keep(micro_batch: MicroBatch, output: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            logprobs = self._whole(output[0], micro_batch)
+            return logprobs.sum(), _count(0, logprobs.device), logprobs
+
+        with trace.span("logprobs"):
+            return self._run(micro_batches, lambda index: partial(keep, micro_batches[index]), forward_only=True)
 
     def _update(
         self, micro_batches: Sequence[MicroBatch], proximal: list[torch.Tensor] | None, statistics: Statistics
@@ -88,8 +94,12 @@ class PolicyTrainer:
         def loss_of(index: int) -> LossFunction:
             return partial(self._loss, micro_batches[index], proximal[index] if proximal else None, statistics)
 
-        self._run(micro_batches, loss_of, forward_only=False)
-        _, norm, _ = self._optimizer.step()
+        with trace.span("forward and backward"):
+            self._run(micro_batches, loss_of, forward_only=False)
+        if not self._grid.is_last_stage:
+            self._name_figures(statistics)
+        with trace.span("optimizer"):
+            _, norm, _ = self._optimizer.step()
         if not math.isfinite(norm):
             raise NotFinite(
                 f"the gradient norm is {norm}; the weights are spoilt. Lower training.optimizer.lr, or look at the "
@@ -100,17 +110,35 @@ class PolicyTrainer:
     def _loss(
         self, micro_batch: MicroBatch, proximal: torch.Tensor | None, statistics: Statistics, output: Any
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        logprobs, entropy = output
+        logprobs, entropy = (self._whole(each, micro_batch) for each in output)
         tokens = TokenBatch(
             policy_logprobs=logprobs,
             proximal_logprobs=logprobs.detach() if proximal is None else proximal,
             behavior_logprobs=micro_batch.behavior_logprobs,
             advantages=micro_batch.advantages,
+            sequence=micro_batch.sequence,
+            sequences=micro_batch.sequences,
+            totals=micro_batch.totals,
+            entropy=entropy,
         )
         terms = self._algorithm.loss(tokens)
         own = {"train/loss": terms.per_token, "train/entropy": entropy}
         statistics.add(dataclasses.replace(terms, means=terms.means | own), micro_batch)
-        return terms.per_token.sum(), _count(micro_batch.sampled_tokens, logprobs.device), None
+        # every context-parallel rank knows all tokens; they are counted once
+        counted = micro_batch.sampled_tokens if self._grid.place.context == 0 else 0
+        return terms.per_token.sum(), _count(counted, logprobs.device), None
+
+    def _whole(self, own: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+        """[sampled tokens of the pack] from those of this context-parallel rank."""
+        if micro_batch.places is None:
+            return own
+        return whole_pack(own, micro_batch.places, micro_batch.sampled_tokens, self._grid.context)
+
+    def _name_figures(self, statistics: Statistics) -> None:
+        """Where no loss is known, the figures of no tokens: all ranks must add up the same names."""
+        device = self._grid.device
+        nothing = torch.zeros(0, device=device)
+        self._loss(pack([], 1.0, PackForm(device=device)), None, statistics, (nothing, nothing))
 
     def _run(
         self, micro_batches: Sequence[MicroBatch], loss_of: Callable[[int], LossFunction], forward_only: bool
@@ -135,12 +163,6 @@ class PolicyTrainer:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-
-    @property
-    def _reports(self) -> bool:
-        """One rank of each replica adds to the sums: the losses are known on the last pipeline stage, and each of
-        its tensor-parallel ranks knows all of them."""
-        return parallel_state.is_pipeline_last_stage() and self._grid.tensor_rank == 0
 
 
 def _count(tokens: int, device: torch.device) -> torch.Tensor:

@@ -1,18 +1,17 @@
 """The weight sync as the trainer uses it: the plan of this run, and who takes part.
 
 Flows in: the spec, the model, the engines as the spec describes them. Flows out: a `WeightSyncer`.
-Invariant: the first replica gathers, its leader (trainer rank 0) alone coordinates.
+Invariant: the ranks that hold the model once gather, the first of them (trainer rank 0) alone coordinates.
 """
 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from slimerl.resharding.layouts import EngineLayout
 from slimerl.resharding.sync import WeightControl, WeightSyncer
 from slimerl.resharding.sync_plan import plan_sync
 from slimerl.spec import RunSpec
+from slimerl.training.engine_layout import engine_config, engine_form, engine_layout
 from slimerl.training.parallel import Grid
 from slimerl.training.weights import ModelMap, named_parameters
 
@@ -27,25 +26,23 @@ def build_syncer(
     Raises:
         ConfigError, LayoutError, CoverageError: trainer and engines cannot hold the same model.
     """
-    gathers = grid.data_rank == 0
-    # the first replica's ranks: equal on every rank, as the plan must be
-    members = [rank for rank in range(spec.training.parallel.world_size) if where.layout.coordinates(rank).data == 0]
+    served = engine_config(spec, where.config)
     plan = plan_sync(
-        where.config,
+        served,
         where.family,
         where.layout,
-        members,
-        EngineLayout(tensor=spec.engine.tensor_parallel),
+        grid.holder_ranks,
+        engine_layout(spec.engine),
         {"fp32": torch.float32, "bf16": torch.bfloat16}[spec.model.dtype],
         spec.sync.bucket_mib * MIB,
+        engine_form=engine_form(served),
     )
-    if gathers and members != dist.get_process_group_ranks(grid.replica):
-        raise AssertionError(f"the layout says that ranks {members} hold the first replica, Megatron says otherwise")
     return WeightSyncer(
         plan,
-        grid.replica if gathers and len(members) > 1 else None,
-        (lambda: named_parameters(chunks)) if gathers else None,
+        grid.holders,
+        (lambda: named_parameters(chunks)) if grid.is_holder else None,
         control if grid.is_first else None,
         spec.deadlines.sync_s,
         spec.sync.transport,
+        spec.run_dir,
     )

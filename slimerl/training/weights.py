@@ -2,28 +2,30 @@
 
 Flows in: a checkpoint directory, the chunks. Flows out: filled parameters; a new checkpoint directory. The mapping
 itself is `slimerl.resharding`'s: one table per family serves loading, export and the weight sync.
-Invariant: loading and exporting without a step between gives the same tensors, bit for bit.
+Invariant: loading and exporting without a step between gives the same tensors under the same names, bit for bit.
+That holds for what the trainer does not build, too: the multi-token-prediction layer is copied from the checkpoint that
+the model was loaded from, and a name that repeats another tensor there (a tied head) repeats it again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slimerl.resharding.assemble import scatter
 from slimerl.resharding.buckets import split_into_buckets
 from slimerl.resharding.families import Family, family_of
 from slimerl.resharding.gather import Gather
 from slimerl.resharding.hf_checkpoint import HfCheckpoint, check_keys, write_checkpoint
-from slimerl.resharding.layouts import MegatronLayout, ModuleNames
+from slimerl.resharding.layouts import MegatronLayout
 from slimerl.resharding.tensors import LogicalTensor, Placement
 from slimerl.spec.schema import ParallelSpec
 from slimerl.training.capabilities import Capabilities
 from slimerl.training.model import unwrapped
 from slimerl.training.parallel import Grid
+from slimerl.training.trainer_layout import trainer_layout
 
 EXPORT_BUCKET_BYTES = 256 * 2**20
 """Gathered at once while exporting."""
@@ -50,24 +52,24 @@ class ModelMap:
 
 def model_map(config: Mapping[str, Any], parallel: ParallelSpec, capabilities: Capabilities) -> ModelMap:
     """The map of the model of this `config.json`. Raises ConfigError or LayoutError, naming the key."""
-    layout = MegatronLayout(
-        tensor=parallel.tensor,
-        data=parallel.data,
-        # GPUs multiply matrices of such widths faster
-        vocabulary_multiple=128 if capabilities.cuda else 1,
-        names=ModuleNames.TRANSFORMER_ENGINE if capabilities.transformer_engine else ModuleNames.LOCAL,
-    )
-    return ModelMap(config, family_of(config), layout)
+    return ModelMap(config, family_of(config), trainer_layout(config, parallel, capabilities))
+
+
+PLACED_BUFFER = "router.expert_bias"
+"""The one kind of persistent buffer that belongs to the model: the router's correction bias."""
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """This rank's parameters under the names that placements use: wrappers left out, `model1.` for chunk 1 of many."""
+    """This rank's parameters, and the buffers that placements name, under the names that placements use: wrappers left
+    out, `model1.` for chunk 1 of many. Parameters come before buffers."""
     prefixes = [""] if len(chunks) == 1 else [f"model{index}." for index in range(len(chunks))]
-    return {
-        prefix + name: parameter
-        for prefix, chunk in zip(prefixes, chunks, strict=True)
-        for name, parameter in unwrapped(chunk).named_parameters()
+    models = [(prefix, unwrapped(chunk)) for prefix, chunk in zip(prefixes, chunks, strict=True)]
+    found: dict[str, torch.Tensor] = {
+        prefix + name: parameter for prefix, model in models for name, parameter in model.named_parameters()
     }
+    for prefix, model in models:
+        found |= {prefix + name: buffer for name, buffer in model.named_buffers() if name.endswith(PLACED_BUFFER)}
+    return found
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path, where: ModelMap, rank: int) -> None:
@@ -76,9 +78,15 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path, where: Mod
     Raises:
         CheckpointError: a tensor is missing, unexpected or of the wrong shape.
     """
+    parameters = named_parameters(chunks)
+    for name, tensor in parameters.items():
+        if name.endswith(PLACED_BUFFER):
+            # Megatron's bf16 wrapper rounds it with the rest, and widens it again only in the first forward pass
+            tensor.data = tensor.data.float()
+    family, config = where.family, where.config
     with HfCheckpoint(checkpoint) as tensors:
-        check_keys(tensors, where.logical_tensors(), where.family.aliases(where.config))
-        scatter(where.placements(rank), tensors, named_parameters(chunks), cast=True)
+        check_keys(tensors, where.logical_tensors(), family.aliases(config), family.unused_tensors(config))
+        scatter(where.placements(rank), tensors, parameters, cast=True)
 
 
 def export_weights(
@@ -89,24 +97,38 @@ def export_weights(
     grid: Grid,
     bucket_bytes: int = EXPORT_BUCKET_BYTES,
 ) -> None:
-    """Write the model as a Hugging Face checkpoint in its own dtype, with the other files of checkpoint `source`.
+    """Write the model as a Hugging Face checkpoint in its own dtype, with the other files of checkpoint `source` and
+    those of its tensors that the trainer does not build.
 
-    The first replica gathers, its leader writes; the others have nothing to do. An existing `destination` is
-    replaced once the new one is complete.
+    The ranks that hold the model once gather, the first writes; the others have nothing to do. An existing
+    `destination` is replaced once the new one is complete.
     """
-    if grid.data_rank != 0:
+    if not grid.is_holder:
         return
     parameters = named_parameters(chunks)
     dtype = next(iter(parameters.values())).dtype
-    members = dist.get_process_group_ranks(grid.replica)
+    tensors = where.family.checkpoint_tensors(where.config, dtype)
     gather = Gather(
-        [where.placements(rank) for rank in members],
-        split_into_buckets(where.logical_tensors(dtype), where.family.fused_groups(where.config), bucket_bytes),
-        grid.replica if len(members) > 1 else None,
+        [where.placements(rank) for rank in grid.holder_ranks],
+        split_into_buckets(tensors, where.family.fused_groups(where.config), bucket_bytes),
+        grid.holders,
     )
-    tensors = (pair for bucket in gather.run(parameters) for pair in bucket)
-    if grid.is_leader:
-        write_checkpoint(destination, tensors, source, overwrite=True)
+    gathered = (pair for bucket in gather.run(parameters) for pair in bucket)
+    if grid.is_first:
+        with HfCheckpoint(source) as given:
+            write_checkpoint(destination, _completed(gathered, given, where), source, overwrite=True)
     else:
-        for _ in tensors:
+        for _ in gathered:
             raise AssertionError("only the first rank of a group receives tensors")
+
+
+def _completed(
+    gathered: Iterable[tuple[str, torch.Tensor]], given: HfCheckpoint, where: ModelMap
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The gathered tensors; those of `given` that repeat one of them, with its new values; those that are not built."""
+    repeated = {name: of for name, of in where.family.aliases(where.config).items() if name in given}
+    for name, tensor in gathered:
+        yield name, tensor
+        yield from ((alias, tensor) for alias, of in repeated.items() if of == name)
+    for name in sorted(where.family.unused_tensors(where.config) & given.keys()):
+        yield name, given[name]

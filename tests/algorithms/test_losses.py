@@ -1,13 +1,14 @@
-"""Losses per token: values, gradients and where they are cut off."""
+"""Losses per token: values, gradients and where they are cut off; the pitfalls of each formula."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
+from algorithm_data import gradients, random_step, token_batch, vector
 
-from slimerl.algorithms import ALGORITHMS, TokenBatch, algorithm_of
-from slimerl.algorithms.agreement import k3
-from slimerl.algorithms.corrections import truncated_importance
+from slimerl.algorithms import BatchTotals, MissingInput, TokenBatch, algorithm_of
+from slimerl.algorithms.kl import k3
 from slimerl.algorithms.policy_loss import DUAL_CLIP, clipped_policy_loss
 from slimerl.spec.schema import AlgorithmSpec
 
@@ -80,25 +81,9 @@ def test_a_huge_difference_stays_finite():
     assert torch.isfinite(k3(policy, proximal)).all()
 
 
-def test_the_correction_is_capped_and_carries_no_gradient():
-    proximal = torch.tensor([0.0, -1.0], requires_grad=True)
-    weight, truncated = truncated_importance(proximal, torch.tensor([-3.0, -0.5]), cap=2.0)
-    assert weight.tolist() == pytest.approx([2.0, math.exp(-0.5)])
-    assert truncated.tolist() == [1.0, 0.0]
-    assert not weight.requires_grad
-
-
 def test_no_correction_is_applied_unless_asked_for():
     tokens = batch([-1.0], [-1.0], [-4.0], [1.0])
     assert algorithm_of(AlgorithmSpec()).loss(tokens).per_token.item() == -1.0
-
-
-def test_k3_is_zero_for_equal_policies_and_estimates_the_divergence():
-    distribution, other = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
-    exact = (distribution * (distribution / other).log()).sum()
-    estimate = (distribution * k3(other.log(), distribution.log())).sum()
-    assert estimate.item() == pytest.approx(exact.item(), rel=1e-5)
-    assert k3(other.log(), other.log()).abs().max() == 0
 
 
 def test_supervised_fine_tuning_is_the_negative_log_likelihood():
@@ -108,9 +93,151 @@ def test_supervised_fine_tuning_is_the_negative_log_likelihood():
     assert algorithm.advantages([0.0, 0.0], ["a", "b"]) == ([1.0, 1.0], {})
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_micro_batch_without_tokens_gives_an_empty_loss_and_all_names(name):
-    algorithm = algorithm_of(AlgorithmSpec(name=name, correction="token_tis"))
-    empty, full = algorithm.loss(batch([], [], [], [])), algorithm.loss(random_batch())
+def test_m7_clipped_tokens_are_marked_whatever_the_algorithm():
+    """Fault: an algorithm that clips without saying how often."""
+    step = random_step(1)
+    for name in ("grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "decoupled_ppo", "distillation"):
+        tokens = token_batch(step, step.over_tokens([1.0, -1.0] * 5 + [1.0]))
+        terms = algorithm_of(AlgorithmSpec(name=name, clip_low=0.2, clip_high=0.2)).loss(tokens)
+        marked = terms.means["train/clip_fraction"]
+        assert 0 < marked.mean() < 1, name
+        if name != "cispo":
+            assert torch.equal(marked == 1, gradients(terms.per_token.sum(), tokens.policy_logprobs)[0] == 0), name
+
+
+def test_cispo_keeps_the_gradient_of_every_token():
+    step = random_step(1)
+    tokens = token_batch(step, step.over_tokens([1.0, -1.0] * 5 + [1.0]))
+    terms = algorithm_of(AlgorithmSpec(name="cispo", clip_high=0.01)).loss(tokens)
+    assert terms.means["train/clip_fraction"].sum() > 0
+    assert (gradients(terms.per_token.sum(), tokens.policy_logprobs)[0] != 0).all()
+
+
+def test_cispo_has_no_lower_bound_by_default():
+    tokens = batch([-5.0], [-1.0], [-1.0], [1.0])
+    algorithm_of(AlgorithmSpec(name="cispo")).loss(tokens).per_token.sum().backward()
+    assert tokens.policy_logprobs.grad.item() == pytest.approx(-math.exp(-4.0))
+
+
+def test_gspos_tokens_share_one_ratio_and_the_gradient_of_the_sequence():
+    policy, proximal = vector([-1.0, -2.0, -0.5], gradient=True), vector([-1.1, -1.7, -0.5])
+    tokens = TokenBatch(policy, proximal, proximal, vector([2.0] * 3), torch.tensor([0, 0, 0]), 1, BatchTotals(3, 1, 1))
+    terms = algorithm_of(AlgorithmSpec(name="gspo", clip_low=0.5, clip_high=0.5)).loss(tokens)
+    ratio = math.exp((0.1 - 0.3 + 0.0) / 3)
+    assert terms.per_token.tolist() == pytest.approx([-2 * ratio] * 3)
+    [found] = gradients(terms.per_token.sum() / 3, policy)
+    whole = -2.0 * ((policy - proximal).mean()).exp()
+    assert torch.allclose(found, gradients(whole, policy)[0])
+
+
+def test_dr_grpos_divisor_is_a_constant_and_not_a_width():
+    """Fault: dividing by the longest response of the batch, so that a neighbour's length changes the gradient."""
+    algorithm = algorithm_of(AlgorithmSpec(name="dr_grpo", loss_length_tokens=10))
+    short, long = random_step(1, samples=1), random_step(2, samples=1)
+    short.sampled, long.sampled = [[True] * len(short.policy[0])], [[True] * len(long.policy[0])]
+    alone = token_batch(short, [1.0] * short.totals.tokens)
+    assert len(short.policy[0]) != len(long.policy[0])
+    loss = algorithm.loss(alone).per_token.sum() / short.totals.tokens
+    by_hand = algorithm_of(AlgorithmSpec()).loss(alone).per_token.sum() / 10
+    assert loss.item() == pytest.approx(by_hand.item())
+
+
+def test_decoupled_ppo_clips_around_the_proximal_policy_and_not_around_the_one_that_sampled():
+    """Fault: one ratio for both, which clips a token because its sample is old."""
+    tokens = batch([-1.0], [-1.0], [-2.0], [1.0])
+    terms = algorithm_of(AlgorithmSpec(name="decoupled_ppo")).loss(tokens)
+    terms.per_token.sum().backward()
+    assert tokens.policy_logprobs.grad.item() == pytest.approx(-math.e)
+    assert terms.means["train/clip_fraction"].item() == 0
+    tokens = batch([-1.0], [-1.0], [-2.0], [1.0])
+    algorithm_of(AlgorithmSpec(proximal="behavior")).loss(tokens).per_token.sum().backward()
+    assert tokens.policy_logprobs.grad.item() == 0
+
+
+def test_distillation_pushes_towards_the_teacher_and_reports_the_divergence():
+    step = random_step(4)
+    tokens = token_batch(step, [0.0] * step.totals.tokens)
+    tokens = dataclasses.replace(tokens, proximal_logprobs=tokens.policy_logprobs.detach())
+    terms = algorithm_of(AlgorithmSpec(name="distillation")).loss(tokens)
+    [found] = gradients(terms.per_token.sum(), tokens.policy_logprobs)
+    assert torch.allclose(found, tokens.policy_logprobs.detach() - tokens.teacher_logprobs)
+    assert torch.allclose(terms.means["train/teacher_kl"], found)
+
+
+def test_the_proximal_policy_never_gets_a_gradient():
+    """Fault: with one minibatch proximal and policy are one tensor; a ratio of it with itself has no gradient."""
+    step = random_step(4)
+    for options in ({}, {"name": "gspo"}, {"name": "cispo"}, {"correction": "token_tis"}, {"name": "distillation"}):
+        detached = token_batch(step, step.over_tokens([1.0] * 11))
+        detached = dataclasses.replace(detached, proximal_logprobs=detached.policy_logprobs.detach())
+        shared = dataclasses.replace(detached, proximal_logprobs=detached.policy_logprobs)
+        algorithm = algorithm_of(AlgorithmSpec(**options))
+        expected, found = (
+            gradients(algorithm.loss(each).per_token.sum(), detached.policy_logprobs)[0] for each in (detached, shared)
+        )
+        assert torch.equal(found, expected)
+        assert found.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        ({"aggregation": "sequence_mean"}, "totals"),
+        ({"aggregation": "sequence_mean"}, "sequence"),
+        ({"name": "dr_grpo", "loss_length_tokens": 8}, "totals"),
+        ({"name": "gspo"}, "sequence"),
+        ({"correction": "sequence_tis"}, "sequence"),
+        ({"correction": "geometric_rejection"}, "sequence"),
+        ({"kl_coef": 0.1}, "reference_logprobs"),
+        ({"entropy_coef": 0.1}, "entropy"),
+        ({"name": "distillation"}, "teacher_logprobs"),
+        ({"name": "dpo"}, "reference_logprobs"),
+        ({"name": "dpo"}, "totals"),
+    ],
+)
+def test_what_a_formula_needs_and_does_not_get_is_named(options, missing):
+    step = random_step(1, samples=4, pairs=True)
+    tokens = dataclasses.replace(token_batch(step, [1.0] * step.totals.tokens), **{missing: None})
+    with pytest.raises(MissingInput, match=rf"\b{missing}\b"):
+        algorithm_of(AlgorithmSpec(**options)).loss(tokens)
+
+
+def test_an_entropy_without_gradient_is_refused_since_the_bonus_would_do_nothing():
+    step = random_step(1)
+    tokens = token_batch(step, [1.0] * step.totals.tokens)
+    tokens = dataclasses.replace(tokens, entropy=tokens.entropy.detach())
+    with pytest.raises(MissingInput, match="entropy with gradient"):
+        algorithm_of(AlgorithmSpec(entropy_coef=0.1)).loss(tokens)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"name": "gspo", "kl_coef": 0.1},
+        {"aggregation": "sequence_mean", "entropy_coef": 0.1},
+        {"correction": "sequence_tis"},
+        {"correction": "geometric_rejection"},
+        {"name": "decoupled_ppo"},
+        {"name": "distillation"},
+        {"name": "dpo"},
+        {"name": "sft"},
+    ],
+)
+def test_a_micro_batch_without_tokens_gives_an_empty_loss_and_all_names(options):
+    step = random_step(1, samples=4, pairs=True)
+    algorithm, none = algorithm_of(AlgorithmSpec(**options)), step.part([])
+    full = algorithm.loss(token_batch(step, [1.0] * step.totals.tokens))
+    empty = algorithm.loss(token_batch(none, [], step.totals))
     assert empty.per_token.shape == (0,)
+    assert empty.per_token.requires_grad
     assert (empty.means.keys(), empty.maxima.keys()) == (full.means.keys(), full.maxima.keys())
+
+
+def test_staleness_is_reported_per_token_where_it_is_known():
+    step = random_step(1)
+    tokens = token_batch(step, [1.0] * step.totals.tokens)
+    behind = torch.arange(step.totals.tokens)
+    terms = algorithm_of(AlgorithmSpec()).loss(dataclasses.replace(tokens, versions_behind=behind))
+    assert torch.equal(terms.means["staleness/mean_versions_behind"], behind)
+    assert torch.equal(terms.maxima["staleness/max_versions_behind"], behind)

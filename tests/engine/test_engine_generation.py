@@ -64,6 +64,16 @@ def test_keyed_sampling_is_the_same_alone_and_in_a_batch(engine: RunningEngine) 
         assert alone.logprobs == pytest.approx(batched.logprobs, abs=1e-4)
 
 
+def test_keyed_sampling_is_the_same_beside_a_request_that_is_filtered(engine: RunningEngine) -> None:
+    """One greedy or filtered row (evaluation beside rollouts) sends the whole batch through a sampler of ranks."""
+    keyed = [SamplingParams(max_new_tokens=16, seed=1_000_003 * index) for index in range(8)]
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(8)]
+    alone = generate_all(engine, prompts, keyed)
+    others = [SamplingParams(max_new_tokens=64, temperature=0), SamplingParams(max_new_tokens=64, top_p=0.9, seed=5)]
+    beside = generate_all(engine, [PROMPTS[0], PROMPTS[1], *prompts], [*others, *keyed])[2:]
+    assert [each.tokens for each in beside] == [each.tokens for each in alone]
+
+
 def test_another_seed_gives_other_tokens_and_no_seed_gives_fresh_ones(engine: RunningEngine) -> None:
     seeds = [1, 2, None, None]
     results = generate_all(engine, [PROMPTS[0]] * 4, [SamplingParams(max_new_tokens=16, seed=seed) for seed in seeds])

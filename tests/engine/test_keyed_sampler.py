@@ -17,6 +17,15 @@ def test_a_row_draws_the_same_whatever_else_is_in_the_batch() -> None:
     assert torch.equal(draw_keyed(logprobs[order], seeds[order], positions[order]), together[order])
 
 
+def test_a_row_draws_the_same_token_in_whatever_order_the_columns_stand() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs = torch.randn(64, 1000, generator=generator).log_softmax(-1)
+    keys = torch.arange(64)
+    ranked, tokens = logprobs.sort(dim=-1, descending=True)
+    drawn = tokens.gather(1, draw_keyed(ranked, keys, keys, tokens))
+    assert torch.equal(drawn, draw_keyed(logprobs, keys, keys))
+
+
 def test_draws_follow_the_distribution_over_seeds_and_over_positions() -> None:
     """Chi-square with 49 degrees of freedom: 94.6 is the 1 - 1e-4 quantile. Seeds and positions are consecutive."""
     count, columns = 200_000, 50

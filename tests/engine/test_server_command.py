@@ -9,6 +9,7 @@ from engine_fixtures import engine_spec
 
 from slimerl.engine.launcher import Device, server_arguments, server_environment
 from slimerl.engine.local_resources import PrivateDirectory, ReservedPort
+from slimerl.training.gpu_environment import gpu_environment
 
 
 def value_of(arguments: list[str], option: str) -> str:
@@ -33,12 +34,30 @@ def test_both_devices_serve_the_specs_model_on_the_loopback_interface_alone() ->
 def test_a_gpu_gets_no_flag_of_the_cpu_and_the_second_engine_its_own_gpus() -> None:
     spec = engine_spec(Path("/models/m"), Path("/runs/r"), tensor_parallel=2)
     gpu, cpu = (server_arguments(spec, 1, device, 20_123) for device in (Device.CUDA, Device.CPU))
-    for option in ("--device", "--attention-backend", "--cuda-graph-backend-decode", "--mem-fraction-static"):
+    for option in ("--device", "--cuda-graph-backend-decode", "--mem-fraction-static"):
         assert option in cpu
         assert option not in gpu
     assert value_of(gpu, "--base-gpu-id") == "2"
     assert "--enable-deterministic-inference" in gpu
     assert "--enable-deterministic-inference" not in cpu
+
+
+def test_a_gpu_engine_is_deterministic_and_its_attention_backend_can_be_so_in_the_models_dtype() -> None:
+    """SGLang chooses among the backends that can; in float32 only one of them is left."""
+    fp32 = engine_spec(Path("/models/m"), Path("/runs/r"))
+    bf16 = fp32.model_copy(update={"model": fp32.model.model_copy(update={"dtype": "bf16"})})
+    assert value_of(server_arguments(fp32, 0, Device.CUDA, 1), "--attention-backend") == "triton"
+    assert "--attention-backend" not in server_arguments(bf16, 0, Device.CUDA, 1)
+
+
+def test_engine_and_trainer_set_up_nccl_alike_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = engine_spec(Path("/m"), Path("/r"))
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    gpu, cpu = (server_environment(spec, device, "key", Path("/p")) for device in (Device.CUDA, Device.CPU))
+    assert gpu["NCCL_CUMEM_ENABLE"] == gpu_environment(spec.training.parallel)["NCCL_CUMEM_ENABLE"] == "0"
+    assert "NCCL_CUMEM_ENABLE" not in cpu
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    assert server_environment(spec, Device.CUDA, "key", Path("/p"))["NCCL_CUMEM_ENABLE"] == "1"
 
 
 def test_extra_arguments_come_last() -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from slimerl.engine.inside.shared_bucket import BucketError, SharedBucket, packed_bytes, read_bucket
+from slimerl.engine.inside.packed import BucketError, packed_bytes
+from slimerl.engine.inside.shared_bucket import SharedBucket, read_bucket
 
 Tensors = list[tuple[str, torch.Tensor]]
 

@@ -98,11 +98,15 @@ class Run:
         ]
 
 
-def start(spec: Path, *overrides: str, keep_record: bool = False) -> Run:
-    """Start it; what an earlier run in the same directory recorded goes first, lest it be taken for this one's."""
+def start(spec: Path, *overrides: str, keep_record: bool = False, fresh: bool = True) -> Run:
+    """Start it; what an earlier run in the same directory recorded goes first, lest it be taken for this one's.
+
+    Args:
+        fresh: replace an earlier run; otherwise go on with it.
+    """
     if not keep_record:
         (spec.parent / "run" / "metrics.jsonl").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "slimerl.cli", "run", str(spec), "--fresh", *overrides]
+    command = [sys.executable, "-m", "slimerl.cli", "run", str(spec), *(["--fresh"] if fresh else []), *overrides]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "120"}
     )

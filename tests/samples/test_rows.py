@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimerl.samples.rows import SHOWN_FAULTS, DataError, Row, parse_rows
+from slimerl.samples.rows import SHOWN_FAULTS, DataError, Row, parse_rows, scan_rows
 
 GOOD = '{"id": "a", "prompt": "1+1=", "answer": "2"}'
 
@@ -19,7 +19,11 @@ def test_the_target_may_be_a_response():
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "not valid JSON"),
+        ("{", "not valid JSON: Expecting property name enclosed in double quotes at column 2"),
+        ('{"id": "b"\n', "not valid JSON: Expecting ',' delimiter at column 11"),
+        ("[" * 100_000, "not valid JSON: nested too deeply"),
+        ('{"id": "b", "id": "c", "prompt": "p", "answer": "2"}', "key 'id' stands twice"),
+        ('{"id": "b", "prompt": "\\ud83d", "answer": "2"}', "'prompt' has half of a surrogate pair, which is no text"),
         ("[1]", "a row is an object, found list"),
         ('{"id": "b", "answer": "2"}', "'prompt' is missing"),
         ('{"id": "b", "prompt": "p"}', "'answer' is missing"),
@@ -50,3 +54,9 @@ def test_r3_all_faults_are_told_at_once_up_to_a_bound():
     lines = str(caught.value).splitlines()
     assert len(lines) == SHOWN_FAULTS + 1
     assert lines[-1] == "… and 5 more faults"
+
+
+def test_r3_the_good_rows_between_bad_ones_are_read_too():
+    rows, faults = scan_rows(["{", GOOD, "[]"], "d")
+    assert [row.row_id for row in rows] == ["a"]
+    assert [fault.split(" ")[0] for fault in faults] == ["d:1:", "d:3:"]

@@ -64,6 +64,41 @@ def test_s1_a_wrong_type_is_refused_and_shown(minimal, override):
     assert f"found {yaml.safe_load(value)!r}" in message
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("deadlines.start", "deadlines.start_s', in seconds"),
+        ("deadlines.batch_minutes", "deadlines.batch_s', in seconds"),
+        ("sync.bucket_mb", "sync.bucket_mib', in MiB"),
+        ("training.micro_batch", "training.micro_batch_tokens', in tokens"),
+        ("training.optimizer.warmup", "training.optimizer.warmup_steps', in steps"),
+    ],
+)
+def test_s1_a_key_in_another_unit_is_answered_with_the_right_one(minimal, given, meant):
+    """Injected: a key as another system, or a tired person, would call it."""
+    assert f"unknown key '{given}'; did you mean '{meant}?" in refusal(minimal, f"{given}=5")
+
+
+@pytest.mark.parametrize(("key", "unit"), [("deadlines.start_s", "seconds"), ("sync.bucket_mib", "MiB")])
+def test_s1_a_value_with_a_unit_is_told_to_be_a_plain_number(minimal, key, unit):
+    assert f"write a plain number of {unit}" in refusal(minimal, f"{key}=5min")
+
+
+@pytest.mark.parametrize("text", ["1: a\n", "? [a]\n: b\n", "? {a: b}\n: c\n", "null: a\n"])
+def test_s1_a_key_that_is_no_text_is_refused(minimal, text):
+    minimal.write_text(text)
+    assert "is no text" in refusal(minimal)
+
+
+def test_yaml_nested_beyond_all_measure_is_one_plain_line(minimal):
+    minimal.write_text("a: " + "[" * 3_000)
+    assert refusal(minimal) == f"{minimal}: not valid YAML: nested too deeply"
+
+
+def test_s1_a_section_written_as_a_value_is_told_so(minimal):
+    assert refusal(minimal, "engine=null").endswith("'engine' is a section of keys, found None")
+
+
 def test_s1_every_fault_has_a_line_of_its_own(minimal):
     assert len(refusal(minimal, "training.steps=x", "sead=1").splitlines()) == 2
 

@@ -16,9 +16,7 @@ def train(model_path: Path, parallel: ParallelSpec, dtype: str):
     built = tiny.build(model_path, parallel, dtype)
     # updates far below bfloat16's resolution of the weights: without main weights nothing would move
     trainer = tiny.trainer(built, AlgorithmSpec(name="sft"), OptimizerSpec(lr=3e-5), steps=COUNT)
-    losses = [
-        trainer.step(tiny.micro_batches(STEPS[index % 3], built.grid, 60))["train/loss"] for index in range(COUNT)
-    ]
+    losses = [trainer.step(tiny.micro_batches(STEPS[index % 3], built, 60))["train/loss"] for index in range(COUNT)]
     return losses, tiny.collected(built)
 
 

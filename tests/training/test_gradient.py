@@ -20,7 +20,7 @@ PLAIN = OptimizerSpec(lr=RATE, eps=RATE, beta1=1e-7, beta2=1e-7, clip_grad_norm=
 def one_step(model_path: Path, parallel: ParallelSpec, minibatches: int):
     built = tiny.build(model_path, parallel)
     trainer = tiny.trainer(built, ALGORITHM, PLAIN, steps=1)
-    figures = trainer.step(tiny.micro_batches(STEP, built.grid, 40, minibatches, TEMPERATURE))
+    figures = trainer.step(tiny.micro_batches(STEP, built, 40, minibatches, TEMPERATURE))
     return figures, tiny.collected(built)
 
 

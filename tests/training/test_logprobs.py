@@ -19,16 +19,16 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
     return hidden.requires_grad_(), weight.requires_grad_(), tokens, upstream
 
 
-def expected(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+def expected(dtype: torch.dtype = torch.float32, bonus: float = 0.0) -> tuple[torch.Tensor, ...]:
     hidden, weight, tokens, upstream = inputs(dtype)
     all_logprobs = torch.log_softmax((hidden @ weight.t()).float() / TEMPERATURE, dim=-1)
     chosen = all_logprobs[torch.arange(POSITIONS), tokens]
-    chosen.backward(upstream)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    (chosen @ upstream + bonus * entropy @ upstream.flip(0)).backward()
     return chosen.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def on_shard(padded: int, chunk_bytes: int, kept_bytes: int) -> tuple[torch.Tensor, ...]:
+def on_shard(padded: int, chunk_bytes: int, kept_bytes: int, bonus: float = 0.0) -> tuple[torch.Tensor, ...]:
     """What one rank finds; gradients put together over the ranks."""
     logprobs.CHUNK_BYTES, logprobs.KEPT_BYTES = chunk_bytes, kept_bytes
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -39,11 +39,13 @@ def on_shard(padded: int, chunk_bytes: int, kept_bytes: int) -> tuple[torch.Tens
     own = whole[rank * rows : (rank + 1) * rows].clone().requires_grad_()
     shard = VocabularyShard(rank * rows, VOCABULARY, dist.group.WORLD if size > 1 else None)
     found, entropy = token_logprobs(hidden, own, tokens, TEMPERATURE, shard)
-    found.backward(upstream)
+    loss = found @ upstream
+    # without a bonus the entropy takes no part in the backward pass
+    (loss + bonus * entropy @ upstream.flip(0) if bonus else loss).backward()
     dist.all_reduce(hidden.grad)
     parts = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(parts, own.grad)
-    return found.detach(), entropy, hidden.grad, torch.cat(parts)
+    return found.detach(), entropy.detach(), hidden.grad, torch.cat(parts)
 
 
 WHOLE = 2**30
@@ -60,9 +62,10 @@ WHOLE = 2**30
         pytest.param(4, 72, WHOLE, WHOLE, id="a rank with padding alone"),
     ],
 )
-def test_logprobs_entropy_and_gradients_are_those_of_log_softmax(ranks, size, padded, chunk_bytes, kept_bytes):
-    wanted = expected()
-    for found in ranks.run(size, on_shard, padded, chunk_bytes, kept_bytes):
+@pytest.mark.parametrize("bonus", [0.0, 0.3], ids=["", "with entropy bonus"])
+def test_logprobs_entropy_and_gradients_are_those_of_log_softmax(ranks, size, padded, chunk_bytes, kept_bytes, bonus):
+    wanted = expected(bonus=bonus)
+    for found in ranks.run(size, on_shard, padded, chunk_bytes, kept_bytes, bonus):
         assert torch.allclose(found[0], wanted[0], atol=1e-5)
         assert torch.allclose(found[1], wanted[1], atol=1e-5)
         assert torch.allclose(found[2], wanted[2], atol=1e-4)

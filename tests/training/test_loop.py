@@ -50,6 +50,9 @@ class RecordingLog:
     def metrics(self, step, values):
         self.records.append((step, dict(values)))
 
+    def event(self, step, kind, name, text):
+        self.events.append((kind, name))
+
     @contextmanager
     def phase(self, step, name):
         self.events.append((name, step))
@@ -73,7 +76,7 @@ def run_loop(spec: RunSpec):
     client = RolloutClient.connect(spec.run_dir, Deadline("the service", 10), 10) if grid.is_leader else None
     events = []
     log = RecordingLog(events)
-    source = RolloutSource(spec, grid, policy.algorithm, client)
+    source = RolloutSource(spec, grid, policy.algorithm, policy.batching, client)
     train(Run(spec, policy.trainer, source, RecordingSyncer(events), log, lambda: policy.export(spec.export_dir)))
     return events, log.records
 

@@ -84,7 +84,7 @@ def order_of(seed: int, samples, steps: int, size: int) -> list[str]:
         "algorithm": {"name": "sft"},
         "training": {"steps": steps, "prompts_per_step": size},
     }
-    source = RowSource(spec_from_tree(tree, "test"), None, samples)
+    source = RowSource(spec_from_tree(tree, "test"), None, None, samples)
     return [source._at(position).sample_id for position in range(steps * size)]
 
 

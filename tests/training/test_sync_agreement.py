@@ -1,5 +1,6 @@
 """After a sync, Hugging Face, Megatron and the engine compute the same, and the engine's digests are the trainer's."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tiny_models import make_tiny_model
 
 from slimerl.engine.protocol import SamplingParams
 from slimerl.samples.messages import EngineInfo, HoldReply, HoldRequest, ReleaseRequest
-from slimerl.spec.schema import ParallelSpec
+from slimerl.spec.schema import ParallelSpec, SyncSpec
 
 PROMPT = [10, 20, 30, 40, 50]
 VERSION = 7
@@ -32,7 +33,9 @@ class Desk:
         self.released.append(request)
 
 
-def sync_from_megatron(model_path: Path, parallel: ParallelSpec, engine: EngineInfo, run_dir: Path) -> Any:
+def sync_from_megatron(
+    model_path: Path, parallel: ParallelSpec, engine: EngineInfo, run_dir: Path, transport: str = "ipc"
+) -> Any:
     """On every rank: load the model into Megatron, sync it to the engine; rank 0 returns what it released."""
     from engine_fixtures import engine_spec
 
@@ -42,7 +45,8 @@ def sync_from_megatron(model_path: Path, parallel: ParallelSpec, engine: EngineI
     desk = Desk(engine) if built.grid.is_first else None
     spec = engine_spec(model_path, run_dir, engine.tensor_parallel)
     training = spec.training.model_copy(update={"parallel": parallel})
-    spec = spec.model_copy(update={"training": training})
+    sync = SyncSpec(transport=transport, bucket_mib=1)
+    spec = spec.model_copy(update={"training": training, "sync": sync})
     syncer = build_syncer(spec, built.chunks, built.map, built.grid, desk)
     phases = syncer.sync(VERSION)
     return (desk.released, phases) if desk else None
@@ -52,11 +56,9 @@ def megatron_logprobs(model_path: Path, parallel: ParallelSpec, tokens: list[int
     """Log-probability of each token after its predecessors, [len(tokens) - 1]."""
     import torch.distributed as dist
 
-    from slimerl.training.batches import packed_bounds
-
     built = tiny.build(model_path, parallel)
     padding = -len(tokens) % parallel.tensor
-    packed = packed_bounds([len(tokens), padding] if padding else [len(tokens)], "cpu")
+    packed = tiny.plain_pack([len(tokens), padding] if padding else [len(tokens)])
     with torch.no_grad():
         ids = torch.tensor([[*tokens, *[0] * padding]])
         logits = built.chunks[0].eval()(ids, None, None, packed_seq_params=packed)[0].contiguous()
@@ -95,3 +97,32 @@ def test_after_a_sync_three_implementations_agree(ranks, engines, tmp_path, case
     megatron = ranks.run(trainer_size, megatron_logprobs, trained, parallel, tokens)[0]
     assert (megatron - expected).abs().max() <= 1e-4
     assert (torch.tensor(generated.logprobs) - expected[len(PROMPT) - 1 :]).abs().max() <= 1e-4
+
+
+GRIDS = {
+    "TP2×PP2, broadcast": ("qwen3", ParallelSpec(tensor=2, pipeline=2), "broadcast"),
+    "PP2×DP2, tied, disk": ("llama", ParallelSpec(pipeline=2, data=2), "disk"),
+    "TP2×EP2, broadcast": ("qwen3_moe", ParallelSpec(tensor=2, data=2, expert=2, sequence_parallel=True), "broadcast"),
+}
+
+
+@pytest.mark.parametrize("case", GRIDS)
+def test_what_is_spread_over_stages_and_experts_arrives_whole(ranks, engines, tmp_path, case):
+    """The ranks that hold the model once gather it, whatever the grid; the digests prove it on each engine rank."""
+    family, parallel, transport = GRIDS[case]
+    tied = family == "llama"
+    trained = make_tiny_model(family, tmp_path / "trained", seed=21, tied=tied)
+    with ExitStack() as stack:
+        if family == "qwen3_moe":
+            [engine] = stack.enter_context(engines.brief((family, 1)))
+        else:
+            engine = engines(family, tied=tied, tensor_parallel=2 if tied else 1)
+        arguments = trained, parallel, engine.info, tmp_path, transport
+        released, _ = ranks.run(parallel.world_size, sync_from_megatron, *arguments)[0]
+        assert released == [ReleaseRequest("lease", VERSION, [engine.info.engine_id], {})]
+        generated = engine.ask(lambda client: client.generate(PROMPT, SamplingParams(24, temperature=0.0)))
+    hf = transformers.AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logprobs = hf(torch.tensor([[*PROMPT, *generated.tokens]])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(generated.tokens)[:, None])[:, 0]
+    assert (torch.tensor(generated.logprobs) - expected).abs().max() <= 1e-4

@@ -27,21 +27,52 @@ SHAPE = {
     "rms_norm_eps": 1e-6,
 }
 
+ROUTED = {"num_experts_per_tok": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}
+SIGMOID = ROUTED | {"n_routed_experts": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3_moe": ("Qwen3MoeConfig", ROUTED | {"head_dim": 32, "num_experts": 8}),
+    "glm4_moe": ("Glm4MoeConfig", SIGMOID | {"attention_bias": True, "use_qk_norm": True}),
+    "deepseek_v3": ("DeepseekV3Config", SIGMOID | LATENT | {"n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
+}
+"""transformers' configuration class and what differs from `SHAPE`."""
+
 
 def write_model(directory: Path, kind: str, tied: bool = False, **changes: Any) -> torch.nn.Module:
     """A random Hugging Face model, saved into `directory` and returned."""
     import transformers
 
     transformers.logging.disable_progress_bar()
-    if kind == "qwen3":
-        config = transformers.Qwen3Config(**SHAPE | {"head_dim": 32, "tie_word_embeddings": tied} | changes)
-    else:
-        config = transformers.LlamaConfig(**SHAPE | {"tie_word_embeddings": tied} | changes)
+    config_class, own = KINDS[kind]
+    config = getattr(transformers, config_class)(**SHAPE | own | {"tie_word_embeddings": tied} | changes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1 + ("norm" in name))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.rand_like(buffer) * 0.2)
     model.save_pretrained(directory)
     return model
 
@@ -54,16 +85,24 @@ class Built:
     config: Any
 
 
-def build(model_path: Path, parallel: ParallelSpec, dtype: str = "fp32") -> Built:
-    """The loaded model on this rank's grid, not yet wrapped."""
+def start(parallel: ParallelSpec) -> Any:
+    """This rank's grid."""
     import megatron_patches
 
     megatron_patches.apply()
-    from slimerl.training import capabilities, model, model_config, weights
+    from slimerl.training import capabilities
     from slimerl.training import parallel as grids
 
     here = capabilities.detect()
-    grid = grids.start(parallel, here, here.device(0), timeout_s=60, seed=1)
+    return grids.start(parallel, here, here.device(0), timeout_s=60, seed=1)
+
+
+def build(model_path: Path, parallel: ParallelSpec, dtype: str = "fp32", grid: Any = None) -> Built:
+    """The loaded model on this rank's grid, not yet wrapped."""
+    grid = start(parallel) if grid is None else grid
+    from slimerl.training import capabilities, model, model_config, weights
+
+    here = capabilities.detect()
     hf = model_config.read_config(model_path)
     arguments = model_config.model_arguments(hf)
     config = model_config.transformer_config(arguments, parallel, dtype, here)
@@ -80,18 +119,20 @@ class Step:
     samples: list[Any]
 
 
-def random_step(seed: int, samples: int = 12, longest: int = 20, on_policy: bool = False) -> Step:
-    """Samples of various lengths, with prompts, tool tokens and advantages of both signs."""
+def random_step(seed: int, samples: int = 12, longest: int = 20, group: int = 4) -> Step:
+    """Samples of various lengths, `group` of them for each prompt, with tool tokens and advantages of both signs."""
     random = np.random.default_rng(seed)
     made = []
     for index in range(samples):
-        prompt, response = int(random.integers(1, 6)), int(random.integers(1, longest))
+        if index % group == 0:
+            prompt_tokens = random.integers(0, VOCABULARY, random.integers(1, 12)).astype(np.int32)
+        prompt, response = len(prompt_tokens), int(random.integers(1, longest))
         sampled = random.random(response) > 0.2
         sampled[0] = True
         made.append(
             TrainingSample(
                 sample_id=f"s{index}",
-                tokens=random.integers(0, VOCABULARY, prompt + response).astype(np.int32),
+                tokens=np.concatenate([prompt_tokens, random.integers(0, VOCABULARY, response).astype(np.int32)]),
                 prompt_length=prompt,
                 sampled=sampled,
                 behavior_logprobs=np.where(sampled, random.uniform(-6, -3, response), 0).astype(np.float32),
@@ -101,16 +142,46 @@ def random_step(seed: int, samples: int = 12, longest: int = 20, on_policy: bool
     return Step(made)
 
 
-def micro_batches(step: Step, grid: Any, budget: int, minibatches: int = 1, temperature: float = 1.0) -> list[Any]:
-    """This rank's micro-batches, per minibatch."""
-    from slimerl.training.batches import pack
-    from slimerl.training.packing import plan_step
+def plain_pack(lengths: list[int]) -> Any:
+    """What attention is told of sequences one after the other."""
+    from itertools import accumulate
 
-    plan = plan_step([len(sample.tokens) for sample in step.samples], grid.data_size, budget, minibatches)
-    return [
-        [pack([step.samples[i] for i in each], temperature, grid.tensor_size) for each in minibatch]
-        for minibatch in plan.of_rank(grid.data_rank)
+    from slimerl.training.segments import Segment, lay_segments
+
+    starts = accumulate(lengths, initial=0)
+    return lay_segments([Segment(start, length) for start, length in zip(starts, lengths, strict=False)], 1).packed
+
+
+def micro_batches(
+    step: Step,
+    built: Built,
+    budget: int,
+    minibatches: int = 1,
+    temperature: float = 1.0,
+    shared_prefix: bool = False,
+    at_least: int = 1,
+) -> list[Any]:
+    """This rank's micro-batches, per minibatch, `at_least` so many. Samples with equal prompts form a group."""
+    from slimerl.training.batches import PackForm
+    from slimerl.training.batching import Batching
+    from slimerl.training.packing import PackingRules, SampleShape
+    from slimerl.training.segments import Stripes
+
+    grid = built.grid
+    sizes = grid.sizes
+    multiple = max(at_least, sizes.pipeline if sizes.virtual > 1 else 1)
+    batching = Batching(
+        PackingRules(sizes.data, budget, shared_prefix, multiple=multiple),
+        PackForm(sizes.tensor, Stripes(grid.place.context, sizes.context), shared_prefix),
+        temperature,
+    )
+    shapes = [
+        SampleShape(
+            each.prompt_length, len(each.sampled), each.tokens[: each.prompt_length].tobytes(), int(each.sampled.sum())
+        )
+        for each in step.samples
     ]
+    return batching.packs(batching.plan(shapes, minibatches), step.samples, grid.place.data)
 
 
 def trainer(built: Built, algorithm: AlgorithmSpec, optimizer: OptimizerSpec, steps: int) -> Any:

@@ -32,7 +32,9 @@ def _finish(h: torch.Tensor) -> torch.Tensor:
     return h ^ (h >> 29)
 
 
-def draw_keyed(logprobs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def draw_keyed(
+    logprobs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor | None = None
+) -> torch.Tensor:
     """Sample one index a row.
 
     The exponential race: with E ~ Exp(1), argmin(E / p) has distribution p (the Gumbel-max trick without its second
@@ -41,11 +43,16 @@ def draw_keyed(logprobs: torch.Tensor, seeds: torch.Tensor, positions: torch.Ten
     Args:
         logprobs: [rows, columns], natural logarithms of weights.
         seeds, positions: [rows].
+        tokens: [rows, columns], the token of each column, where columns are not in the order of tokens: the noise
+            belongs to the token.
 
     Returns:
         [rows, 1], int64.
     """
-    uniform = _hash32(seeds, positions, logprobs.shape[1]).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    hashes = _hash32(seeds, positions, logprobs.shape[1])
+    if tokens is not None:
+        hashes = hashes.gather(1, tokens)
+    uniform = hashes.to(torch.float32).add_(0.5).mul_(2.0**-32)
     # The winners are the small E: log1p keeps their relative precision where log(1 - u) would lose it.
     noise = uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_()
     return (logprobs.to(torch.float32) - noise).argmax(dim=1, keepdim=True)
@@ -58,8 +65,11 @@ def install_keyed_sampler() -> None:
 
 
 def _draw_by_key(sampler: ModuleType) -> None:
-    sampler.multinomial_with_seed = draw_keyed  # type: ignore[attr-defined]
     stock = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+    ranked: torch.Tensor | None = None
+
+    def draw(logprobs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return draw_keyed(logprobs, seeds, positions, ranked)
 
     def filtered_draw(
         probs: torch.Tensor,
@@ -71,12 +81,22 @@ def _draw_by_key(sampler: ModuleType) -> None:
         **options: object,
     ) -> object:
         """The stock function asserts that min-p comes without seeds. What min-p removes ranks last, so removing it
-        first leaves top-k and top-p as they were; the race needs no renormalisation."""
+        first leaves top-k and top-p as they were; the race needs no renormalisation.
+
+        It draws among ranks, and every row of a batch goes through it as soon as one asks for a filter (a greedy one
+        does): noise of ranks would make a draw depend on its neighbours."""
+        nonlocal ranked
         if need_min_p_sampling:
             floor = probs.max(dim=-1, keepdim=True).values * min_ps.view(-1, 1)
             probs = probs.masked_fill(probs < floor, 0.0)
-        return stock(probs, top_ks, top_ps, min_ps, False, *args, **options)
+        # the very sort that the stock function makes
+        ranked = probs.sort(dim=-1, descending=True).indices
+        try:
+            return stock(probs, top_ks, top_ps, min_ps, False, *args, **options)
+        finally:
+            ranked = None
 
+    sampler.multinomial_with_seed = draw  # type: ignore[attr-defined]
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = filtered_draw  # type: ignore[attr-defined]
 
 

@@ -6,7 +6,8 @@ Invariant: `receive` never raises, since SGLang's scheduler would end with it; w
 
 Messages (`op`):
 - `describe`: name, shape, dtype and stride of every parameter, for checks before the first byte is written.
-- `load`: the tensors of one shared bucket go through the model's own `load_weights`.
+- `join`, `leave`: this rank becomes a member of the sender's process group, or ends that.
+- `load`: the tensors of one bucket, from wherever (`sources.py`), go through the model's own `load_weights`.
 - `verify`: derived weights are rebuilt, padding is checked to be zero, and what now lies in the live parameters is
   digested: one number for what the rank holds of each tensor.
 """
@@ -15,15 +16,16 @@ import json
 import logging
 import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 
+from slimerl.engine.inside.cuda_bucket import gpu_uuid, visible_gpus
 from slimerl.engine.inside.digest import digest
-from slimerl.engine.inside.shared_bucket import read_bucket
+from slimerl.engine.inside.sources import join_group, leave_group, read_source
+from slimerl.engine.inside.store import connect_store
 from slimerl.engine.inside.watched import WriteLog
+from slimerl.engine.inside.weight_group import GroupBroken
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,9 @@ def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
             report = {"ok": True, **_OPERATIONS[message["op"]](model, message, rank)}
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the sender takes the report as leave to reuse the bucket
+    except GroupBroken as error:
+        # Not this rank's fault: the sender finds out whose, and tries again without it.
+        report = {"ok": True, "broken": str(error)}
     except Exception as error:
         logger.exception("slimerl: %s failed", message["op"])
         report = {"ok": False, "error": f"{type(error).__name__}: {error}"}
@@ -75,9 +80,7 @@ def tensor_rank() -> int:
 
 def _answer(reply: Message, rank: int, report: Report) -> None:
     try:
-        store = TCPStore(
-            reply["host"], reply["port"], wait_for_workers=False, timeout=timedelta(seconds=reply["timeout_s"])
-        )
+        store = connect_store(reply["host"], reply["port"], reply["timeout_s"])
         store.set(f"{reply['key']}/{rank}", json.dumps(report))
     except (RuntimeError, OSError):
         # The sender is gone or does not answer: it will miss this report, and name this engine.
@@ -93,8 +96,26 @@ def _describe(model: torch.nn.Module, _message: Message, _rank: int) -> Report:
                 "stride": list(parameter.stride()),
             }
             for name, parameter in _weights(model).items()
-        }
+        },
+        "gpu": _gpu(model),
+        "gpus": visible_gpus(),
     }
+
+
+def _gpu(model: torch.nn.Module) -> str | None:
+    """Identifies the rank's GPU over all machines; None without one."""
+    device = next(model.parameters()).device
+    return gpu_uuid(device) if device.type == "cuda" else None
+
+
+def _join(_model: torch.nn.Module, message: Message, rank: int) -> Report:
+    join_group(message["group"], message["first_rank"] + rank)
+    return {}
+
+
+def _leave(_model: torch.nn.Module, _message: Message, _rank: int) -> Report:
+    leave_group()
+    return {}
 
 
 def _load(model: torch.nn.Module, message: Message, _rank: int) -> Report:
@@ -111,7 +132,7 @@ def _load(model: torch.nn.Module, message: Message, _rank: int) -> Report:
             return
         raise LoadProblem(problem)
 
-    read_bucket(message["bucket"], bytes.fromhex(message["tag"]), message["entries"], load)
+    read_source(message["source"], message["entries"], load)
     sent = {entry["name"] for entry in message["entries"]}
     return {"ignored": sorted(sent - log.written), "converted": sorted(log.converted)}
 
@@ -149,6 +170,8 @@ def _placed(parameter: torch.Tensor, placement: Message) -> torch.Tensor:
 
 _OPERATIONS: dict[str, Callable[[torch.nn.Module, Message, int], Report]] = {
     "describe": _describe,
+    "join": _join,
+    "leave": _leave,
     "load": _load,
     "verify": _verify,
 }

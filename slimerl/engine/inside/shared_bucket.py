@@ -13,44 +13,14 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
+from slimerl.engine.inside.packed import BucketError, Entry, NamedTensor, aligned, pack, packed_bytes, views
+
 HEADER_BYTES = 64
-_ALIGNMENT = 64
 _NO_TAG = bytes(HEADER_BYTES)
-
-_DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
-
-
-class BucketError(RuntimeError):
-    """A bucket is not, or no longer, what its reader was told."""
-
-
-class Entry(TypedDict):
-    """Where one tensor lies; `offset` counts bytes from the end of the header."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    offset: int
 
 
 class Address(TypedDict):
@@ -59,11 +29,6 @@ class Address(TypedDict):
     path: str
     inode: int
     nbytes: int
-
-
-def packed_bytes(tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
-    """Bytes that `fill` needs for these tensors, without the header."""
-    return sum(_aligned(tensor.nbytes) for _, tensor in tensors)
 
 
 class SharedBucket:
@@ -75,7 +40,7 @@ class SharedBucket:
         self._resize(nbytes)
 
     def _resize(self, nbytes: int) -> None:
-        self._nbytes = HEADER_BYTES + _aligned(nbytes)
+        self._nbytes = HEADER_BYTES + aligned(nbytes)
         os.ftruncate(self._file, self._nbytes)
         self._map = mmap.mmap(self._file, self._nbytes)
 
@@ -87,7 +52,7 @@ class SharedBucket:
             "nbytes": self._nbytes,
         }
 
-    def fill(self, tag: bytes, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Entry]:
+    def fill(self, tag: bytes, tensors: Sequence[NamedTensor]) -> list[Entry]:
         """Copy tensors in: any strides, any device. No reader may still be reading.
 
         Args:
@@ -99,19 +64,7 @@ class SharedBucket:
             self._resize(packed_bytes(tensors))
         assert self._map is not None
         self._map[:HEADER_BYTES] = _NO_TAG
-        memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        entries: list[Entry] = []
-        offset = 0
-        for name, tensor in tensors:
-            entry: Entry = {
-                "name": name,
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "offset": offset,
-            }
-            _view(memory, entry).copy_(tensor.detach())
-            entries.append(entry)
-            offset += _aligned(tensor.nbytes)
+        entries = pack(torch.frombuffer(self._map, dtype=torch.uint8)[HEADER_BYTES:], tensors)
         self._map[:HEADER_BYTES] = tag.ljust(HEADER_BYTES, b"\0")
         return entries
 
@@ -123,7 +76,7 @@ class SharedBucket:
 
 
 def read_bucket(
-    address: Address, tag: bytes, entries: Sequence[Entry], reader: Callable[[Iterator[tuple[str, torch.Tensor]]], None]
+    address: Address, tag: bytes, entries: Sequence[Entry], reader: Callable[[Iterator[NamedTensor]], None]
 ) -> None:
     """The reader's side: give `reader` the tensors, in place; it must copy what it wants to keep.
 
@@ -132,7 +85,7 @@ def read_bucket(
     """
     memory_map = _map(address)
     _check_tag(memory_map, tag, "before it was read")
-    reader(_views(memory_map, entries))
+    reader(views(torch.frombuffer(memory_map, dtype=torch.uint8)[HEADER_BYTES:], entries))
     _check_tag(memory_map, tag, "while it was read")
     # A tensor keeps the map that it points into alive; closing the map would pull the memory from under it.
     alive = weakref.ref(memory_map)
@@ -160,28 +113,6 @@ def _map(address: Address) -> mmap.mmap:
         os.close(file)
 
 
-def _views(memory_map: mmap.mmap, entries: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-    memory = torch.frombuffer(memory_map, dtype=torch.uint8)
-    for entry in entries:
-        yield entry["name"], _view(memory, entry)
-
-
-def _view(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
-    dtype = _DTYPES.get(entry["dtype"])
-    if dtype is None:
-        raise BucketError(f"{entry['name']}: a bucket cannot carry {entry['dtype']}; known are {', '.join(_DTYPES)}")
-    shape: list[Any] = entry["shape"]
-    count = 1
-    for size in shape:
-        count *= size
-    start = HEADER_BYTES + entry["offset"]
-    return memory[start : start + count * dtype.itemsize].view(dtype).view(shape)
-
-
 def _check_tag(memory_map: mmap.mmap, tag: bytes, when: str) -> None:
     if memory_map[:HEADER_BYTES] != tag.ljust(HEADER_BYTES, b"\0"):
         raise BucketError(f"the sender reused its bucket {when}; the weights in it are not what was announced")
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -30,6 +30,8 @@ class BlockScales:
     block: int = 128
     ignored: tuple[str, ...] = ()
     """Modules that stay unquantised although their kind is not; `model.layers.3` means all below it."""
+    powers_of_two: bool = False
+    """Scales are rounded up to powers of two (UE8M0: DeepSeek-V3.1, and what DeepGEMM wants on Blackwell)."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "BlockScales | None":
@@ -44,7 +46,9 @@ class BlockScales:
                 "serve an unquantised checkpoint, or one with quant_method fp8 and weight_block_size [128, 128]"
             )
         ignored = stated.get("ignored_layers") or stated.get("modules_to_not_convert") or ()
-        return cls(int(size[0]), tuple(ignored))
+        if (scale_format := stated.get("scale_fmt")) not in (None, "float", "ue8m0"):
+            raise ConfigError(f"config.json: quantization_config has scale_fmt {scale_format!r}; known is 'ue8m0'")
+        return cls(int(size[0]), tuple(ignored), scale_format == "ue8m0")
 
     def blocks(self, size: int) -> int:
         """Blocks that `size` rows or columns need."""

@@ -49,3 +49,22 @@ def fan_out_bound(atoms: Atoms, topology: Topology) -> float:
     takers = atoms.demands.sum(axis=2)
     beyond = entering @ np.maximum(takers - 1, 0)
     return float(beyond.max() / (topology.slots * topology.nvlink_bytes_per_s))
+
+
+def colocated_ingress_bound(atoms: Atoms, topology: Topology) -> float:
+    """Engines on the trainer's own GPUs (GPU g has trainer rank g and rank g % engine_ranks of replica
+    g // engine_ranks): a node takes in once, by all its NICs, what its engines want and none of its trainer ranks has.
+    """
+    per_node, ranks = topology.gpus_per_node, topology.engine_ranks
+    gpus = ranks * topology.replicas
+    count = -(-gpus // per_node)
+    held = np.zeros((len(atoms.owners), count * per_node), dtype=bool)
+    known = min(held.shape[1], atoms.owners.shape[1])
+    held[:, :known] = atoms.owners[:, :known]
+    held_by_node = some(held.reshape(-1, count, per_node), 2)
+    node = np.arange(count)
+    wanted_by_node = some(atoms.demands, 2)[:, node % topology.classes]
+    pair, where = np.unique(np.stack([atoms.owner, atoms.demand]), axis=1, return_inverse=True)
+    nbytes = np.bincount(where.reshape(-1), weights=atoms.nbytes)
+    entering = nbytes @ (wanted_by_node[pair[1]] & ~held_by_node[pair[0]])
+    return float(entering.max() / (per_node * topology.nic_bytes_per_s))

@@ -1,16 +1,17 @@
 """Messages to the loader inside an engine, and its reports.
 
 Flows in: what to do. Flows out: the payload of one `update_weights_from_tensor` call; per engine and rank, a report.
-Reports come through a `TCPStore` on the loopback interface, since SGLang discards what a loader returns. Its keys
-start with a secret of the session: another process on the machine cannot pass a report off as an engine's.
+Reports come through a `TCPStore`, since SGLang discards what a loader returns; on the loopback interface, unless an
+engine runs on another machine. Its keys start with a secret of the session: another process cannot pass a report off
+as an engine's.
 """
 
 import json
 import pickle
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch.distributed import TCPStore
 
 from slimerl.engine.client import EngineClient, EngineError
+from slimerl.engine.inside.weight_group import is_this_machine, own_address_towards
 from slimerl.engine.protocol import LOADER
 
 _REPORT_WAIT_S = 5.0
@@ -37,18 +39,18 @@ def payload(message: dict[str, Any]) -> bytes:
 class ReportDesk:
     """Hosts the store for one session of updates, and asks engines through their loaders."""
 
-    HOST = "127.0.0.1"
-
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, engine_hosts: Mapping[str, str]) -> None:
+        """`engine_hosts`: by engine, the host of its address."""
         self._timeout_s = timeout_s
         self._secret = secrets.token_hex(16)
         self._calls = 0
-        with socket.create_server((self.HOST, 0)) as listener:
-            self._port = listener.getsockname()[1]
+        self.host = _reachable_address(engine_hosts.values())
+        with socket.create_server((self.host, 0)) as listener:
+            self.port = listener.getsockname()[1]
             # torch would listen on every interface; it takes over this socket instead.
             self._store: TCPStore | None = TCPStore(
-                self.HOST,
-                self._port,
+                self.host,
+                self.port,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=timeout_s),
@@ -68,7 +70,7 @@ class ReportDesk:
         """
         self._calls += 1
         key = f"{self._secret}/{self._calls}/{client.engine_id}"
-        reply = {"host": self.HOST, "port": self._port, "key": key, "timeout_s": self._timeout_s}
+        reply = {"host": self.host, "port": self.port, "key": key, "timeout_s": self._timeout_s}
         await client.run_loader([payload({**message, "reply": reply}) for message in messages], timeout_s=timeout_s)
         with self._reading() as store:
             reports = [_read(store, f"{key}/{rank}") for rank in range(len(messages))]
@@ -83,6 +85,15 @@ class ReportDesk:
             raise RuntimeError("the report desk is closed")
         self._store.set_timeout(timedelta(seconds=_REPORT_WAIT_S))
         yield self._store
+
+
+def _reachable_address(hosts: Iterable[str]) -> str:
+    """Loopback, unless a host is another machine; unknown hosts fail at their own calls."""
+    for host in hosts:
+        if not is_this_machine(host):
+            with suppress(OSError):
+                return own_address_towards(host)
+    return "127.0.0.1"
 
 
 def _read(store: TCPStore, key: str) -> dict[str, Any]:

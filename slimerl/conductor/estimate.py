@@ -1,0 +1,136 @@
+"""What a run takes from its machine: memory of every role, and what it writes. Pure.
+
+Flows in: the spec, the parsed `config.json`, what the machine offers. Flows out: bytes, by role.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slimerl.resharding.buckets import aligned, split_into_buckets
+from slimerl.resharding.families import family_of
+from slimerl.spec import RunSpec
+from slimerl.training.capabilities import Capabilities
+from slimerl.training.engine_layout import engine_form, engine_layout
+from slimerl.training.memory_estimate import (
+    SERVER_RUNTIME_BYTES,
+    SIDE_RUNTIME_BYTES,
+    EngineMemory,
+    TrainerMemory,
+    checkpoint_bytes,
+    engine_memory,
+    export_bytes,
+    trainer_memory,
+)
+from slimerl.training.trainer_layout import trainer_layout
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+EXPORT_BUFFER_BYTES = 4 * 2**30
+"""A shard of the exported checkpoint, collected before it is written."""
+
+RECORD_BYTES = 256 * 2**20
+"""Logs, metrics and trace of a run."""
+
+SYNC_BUCKETS = 2
+"""Buckets in shared memory (`ipc` transport)."""
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """Bytes; `trainer` and `engine` are one rank each."""
+
+    trainer: TrainerMemory
+    engine: EngineMemory | None
+    """None: the algorithm samples nothing."""
+    sync_bytes: int
+    """The weights once, as they travel at each sync."""
+    shared_memory: int
+    export: int
+    checkpoint: int
+    """One resumable checkpoint."""
+    host: int
+    """All processes of the run together, on a machine without CUDA."""
+
+
+def estimate(
+    spec: RunSpec, config: Mapping[str, Any], capabilities: Capabilities, of_engines: Mapping[str, Any] | None = None
+) -> RunEstimate:
+    """What the run takes.
+
+    Args:
+        config: the trainer's `config.json`.
+        of_engines: that of the engines' checkpoint (`engine_layout.engine_config`); None: the same.
+
+    Raises:
+        ConfigError, LayoutError: the model cannot be laid out as the spec asks.
+    """
+    dtype, parallel = DTYPES[spec.model.dtype], spec.training.parallel
+    layout = trainer_layout(config, parallel, capabilities)
+    trainer = trainer_memory(
+        config,
+        layout,
+        dtype,
+        tokens_at_once(spec),
+        sequence_parallel=parallel.sequence_parallel,
+        recompute=spec.training.recompute,
+        fused=capabilities.for_dtype(spec.model.dtype).transformer_engine,
+        cuda=capabilities.cuda,
+    )
+    exported = export_bytes(config, dtype)
+    host = parallel.world_size * trainer.total + min(exported, EXPORT_BUFFER_BYTES) + SIDE_RUNTIME_BYTES
+    engine, sync, shared = None, 0, 0
+    if spec.uses_engines:
+        served = config if of_engines is None else of_engines
+        engine = engine_memory(
+            served,
+            engine_layout(spec.engine),
+            dtype,
+            spec.engine.max_total_tokens,
+            spec.rollout.max_running_requests,
+            spec.engine.context_tokens,
+            capabilities.cuda,
+            engine_form(served),
+        )
+        sync, largest = _sync_bytes(served, dtype, spec.sync.bucket_mib * 2**20)
+        shared = SYNC_BUCKETS * largest if spec.sync.transport == "ipc" else 0
+        of_engine = spec.engine.tensor_parallel * engine.total + SERVER_RUNTIME_BYTES
+        host += spec.engine.replicas * of_engine + shared
+    return RunEstimate(
+        trainer=trainer,
+        engine=engine,
+        sync_bytes=sync,
+        shared_memory=shared,
+        export=exported,
+        checkpoint=checkpoint_bytes(config, dtype),
+        host=host,
+    )
+
+
+def _sync_bytes(served: Mapping[str, Any], dtype: torch.dtype, bucket_bytes: int) -> tuple[int, int]:
+    """The model once, and its largest bucket, as the engines hold it."""
+    family, form = family_of(served), engine_form(served)
+    tensors = family.logical_tensors(served, dtype, form)
+    buckets = split_into_buckets(tensors, family.fused_groups(served, form), bucket_bytes)
+    largest = max(sum(aligned(tensor.nbytes) for tensor in bucket) for bucket in buckets)
+    return sum(tensor.nbytes for tensor in tensors), largest
+
+
+def samples_per_step(spec: RunSpec) -> int:
+    return spec.training.prompts_per_step * (spec.rollout.samples_per_prompt if spec.uses_engines else 1)
+
+
+def longest_sample_tokens(spec: RunSpec) -> int | None:
+    """Prompt and response; None where the responses come from the data."""
+    return spec.data.max_prompt_tokens + spec.rollout.max_new_tokens if spec.uses_engines else None
+
+
+def tokens_at_once(spec: RunSpec) -> int:
+    """The largest micro-batch of a rank: the budget, or one sample that is longer, or all that there is in a step."""
+    budget, longest = spec.training.micro_batch_tokens, longest_sample_tokens(spec)
+    if longest is None:
+        return budget
+    of_rank = -(-samples_per_step(spec) // spec.training.parallel.data)
+    return min(max(budget, longest), of_rank * longest)

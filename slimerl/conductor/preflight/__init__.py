@@ -1,0 +1,35 @@
+"""What is checked before anything starts: the spec against its files and this machine.
+
+    model     config.json, the trainer's and the engines' layout, the checkpoint's tensors
+    data      tokenizer, vocabulary, every row of every data file
+    disk      directories that can be written, and hold what the run writes
+    machine   versions, GPUs, port, memory
+
+Flows in: a valid `RunSpec`. Flows out: one line per fault, each naming the key and the way out; none: it can start.
+Invariant: nothing is started and nothing is left on the disk.
+"""
+
+from slimerl.conductor.preflight.data import data_faults
+from slimerl.conductor.preflight.disk import disk_faults
+from slimerl.conductor.preflight.machine import machine_faults, version_faults
+from slimerl.conductor.preflight.model import model_faults
+from slimerl.spec import RunSpec
+from slimerl.training.capabilities import detect
+from slimerl.training.needs import unsupplied
+
+__all__ = ["preflight"]
+
+
+def preflight(spec: RunSpec) -> list[str]:
+    """All faults of the spec on this machine, in the order in which they would strike.
+
+    What can be checked only with a sound model (prompts with its tokenizer, memory, disk space) waits until it is.
+    """
+    capabilities = detect()
+    faults = [*version_faults(spec), *unsupplied(spec.algorithm)]
+    config, of_model = model_faults(spec, capabilities)
+    faults += of_model
+    faults += data_faults(spec, config)
+    faults += disk_faults(spec, None if of_model else config)
+    faults += machine_faults(spec, None if of_model else config, capabilities)
+    return faults

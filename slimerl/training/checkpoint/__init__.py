@@ -1,0 +1,11 @@
+"""Checkpoints: written beside the training, whole or not at all, and the newest whole one is where a run goes on.
+
+    directory    names, manifests, verification, choice, removal: plain files, no Megatron
+    content      what a checkpoint holds of model, optimizer, schedule and random numbers, for Megatron
+    write        the asynchronous, agreed write of one checkpoint
+    checkpointer what the training loop uses
+    resume       the choice of a checkpoint when the trainer starts
+
+Invariant: a directory `step-N` is complete and was flushed to the disk before it got that name; a newer one never
+costs an older one before that. There is no pointer to the latest: it is derived from the names, and proven by digests.
+"""

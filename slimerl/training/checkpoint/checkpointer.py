@@ -1,0 +1,153 @@
+"""Checkpoints as the training loop uses them: when one is due, how the writes go, what became of them.
+
+Flows in: the ends of steps. Flows out: `RUN_DIR/checkpoints/step-N`, `checkpoint/…` figures, a log line for each.
+Invariants: at most one is being written; one that fails is named and counted, and costs no older one.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from slimerl.resilience.deadline import Deadline
+from slimerl.spec import RunSpec
+from slimerl.training.checkpoint import directory
+from slimerl.training.checkpoint.content import TrainedState
+from slimerl.training.checkpoint.directory import Entry, Manifest
+from slimerl.training.checkpoint.write import SaveFailed, Write
+from slimerl.training.parallel import Grid
+
+logger = logging.getLogger(__name__)
+
+SOURCE_FILE = "source.msgpack"
+"""What the source of samples has to know to go on."""
+
+
+def checkpoint_root(spec: RunSpec) -> Path:
+    return spec.run_dir / directory.CHECKPOINTS_DIR
+
+
+def identity(spec: RunSpec) -> dict[str, Any]:
+    """Keys of the spec without which a run that goes on would be another one."""
+    return {
+        "seed": spec.seed,
+        "algorithm.name": spec.algorithm.name,
+        "training.prompts_per_step": spec.training.prompts_per_step,
+        "training.minibatches_per_step": spec.training.minibatches_per_step,
+        "rollout.samples_per_prompt": spec.rollout.samples_per_prompt if spec.uses_engines else 1,
+        "digest of data.train_path": directory.entry_of(spec.data.train_path).digest,
+    }
+
+
+@dataclass
+class Checkpointer:
+    """Every method is called on every rank. `source_state`: bytes on the first rank."""
+
+    spec: RunSpec
+    state: TrainedState
+    grid: Grid
+    source_state: Callable[[], bytes]
+    last_step: int = 0
+    """Of the newest complete one; 0: none."""
+    _writing: Write | None = None
+    _source: bytes = b""
+    """At the end of the last step that was due."""
+    _source_of_writing: bytes = b""
+    _figures: dict[str, float] = field(default_factory=dict)
+    _failed: int = 0
+
+    def trained(self, step: int) -> None:
+        """The weights are those of `step`, and no sample of the next step is under way: note where the source is.
+
+        Raises:
+            SaveFailed: as `after_step`.
+        """
+        self._finish_if_done()
+        if self._due(step):
+            self._source = self.source_state()
+
+    def after_step(self, step: int) -> None:
+        """Start a checkpoint if one is due; complete the one before once it is written.
+
+        Raises:
+            SaveFailed: one could not be written, and by checkpoint.on_failure that ends the run.
+        """
+        self._finish_if_done()
+        if not self._due(step):
+            return
+        if self._writing is not None:
+            self._finish()
+        try:
+            self._writing = Write(self._root, step, self.state.tree(loading=False), self.grid.device)
+            self._source_of_writing = self._source
+        except SaveFailed as failure:
+            self._fail(step, failure)
+
+    def close(self) -> None:
+        """Wait for the write that is under way. Raises SaveFailed."""
+        if self._writing is not None:
+            self._finish()
+
+    def take_figures(self) -> dict[str, float]:
+        """`checkpoint/…` since the last call."""
+        figures, self._figures = self._figures, {}
+        return figures
+
+    @property
+    def _root(self) -> Path:
+        return checkpoint_root(self.spec)
+
+    def _due(self, step: int) -> bool:
+        every = self.spec.checkpoint.every_steps
+        return every > 0 and step % every == 0
+
+    def _finish_if_done(self) -> None:
+        if self._writing is not None and self._writing.done():
+            self._finish()
+
+    def _finish(self) -> None:
+        write, self._writing = self._writing, None
+        assert write is not None
+        deadline = Deadline(f"the checkpoint of step {write.step} to be written", self.spec.deadlines.checkpoint_s)
+        extra = {SOURCE_FILE: self._source_of_writing}
+        try:
+            seconds = write.finish(deadline, extra, partial(self._manifest, write.step))
+        except SaveFailed as failure:
+            self._fail(write.step, failure)
+            return
+        self.last_step = write.step
+        self._figures |= {"checkpoint/step": float(write.step), "checkpoint/write_s": seconds}
+        if self.grid.is_first:
+            logger.info("checkpoint of step %d complete after %.1f s", write.step, seconds)
+            self._remove_older(write.step)
+
+    def _manifest(self, step: int, files: dict[str, Entry]) -> Manifest:
+        layout = self.spec.training.parallel.model_dump()
+        return Manifest(step, step, files, layout, identity(self.spec))
+
+    def _fail(self, step: int, failure: SaveFailed) -> None:
+        self._failed += 1
+        self._figures["checkpoint/failed"] = float(self._failed)
+        left = f"step {self.last_step} is the newest" if self.last_step else "there is none yet"
+        message = f"the checkpoint of step {step} failed ({self._failed} so far; {left}): {failure}"
+        if self.spec.checkpoint.on_failure == "stop":
+            raise SaveFailed(f"{message}; the run stops by checkpoint.on_failure") from failure
+        if self.grid.is_first:
+            logger.error("%s", message)
+
+    def _remove_older(self, newest: int) -> None:
+        try:
+            directory.remove_older(self._root, newest, self.spec.checkpoint.keep_last)
+        except (OSError, directory.Damaged) as error:
+            logger.error("older checkpoints are kept: %s", error)
+
+
+def ranks_agree_on(answer: Any) -> Any:
+    """The answer of rank 0, on every rank."""
+    box = [answer]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

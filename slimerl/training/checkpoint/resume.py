@@ -1,0 +1,112 @@
+"""Where a trainer goes on: the newest checkpoint that is what was written.
+
+Flows in: the run's checkpoints. Flows out: a `Resumed`, or None where the run begins.
+Invariant: a checkpoint is used whole or not at all; none is passed over in silence; where some exist and none is
+whole, the run does not begin anew by itself.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from slimerl.spec import RunSpec
+from slimerl.training.checkpoint import directory
+from slimerl.training.checkpoint.checkpointer import SOURCE_FILE, checkpoint_root, identity, ranks_agree_on
+from slimerl.training.checkpoint.content import ResumeError, TrainedState
+from slimerl.training.checkpoint.directory import Damaged, Manifest
+from slimerl.training.parallel import Grid
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """`rejected`: newer checkpoints that were damaged, each with what is wrong with it."""
+
+    directory: Path
+    manifest: Manifest
+    rejected: Sequence[str] = ()
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def source_state(self) -> bytes:
+        return (self.directory / SOURCE_FILE).read_bytes()
+
+
+def find(spec: RunSpec, grid: Grid) -> Resumed | None:
+    """Choose; called on every rank.
+
+    Raises:
+        ResumeError: there are checkpoints, but none can be used, or the spec says not to.
+    """
+    root = checkpoint_root(spec)
+    steps, partial = ranks_agree_on((directory.complete_steps(root), directory.partial_names(root)))
+    if partial and grid.is_first:
+        logger.warning("%s: passed over, as they were never completed: %s", root, ", ".join(partial))
+    if steps and spec.checkpoint.resume == "never":
+        raise ResumeError(f"{root} holds checkpoints, but checkpoint.resume is never; start anew with --fresh")
+    rejected: list[str] = []
+    for step in steps:
+        manifest, fault = _verified(directory.complete_path(root, step), grid)
+        if manifest is not None and manifest.step == step:
+            found = Resumed(directory.complete_path(root, step), manifest, rejected)
+            _check_identity(found, spec)
+            return found
+        rejected.append(f"step-{step}: {fault or 'its manifest is of another step'}")
+        if grid.is_first:
+            logger.error("checkpoint %s/step-%d is damaged and not used: %s", root, step, fault)
+    if steps:
+        raise ResumeError(
+            f"none of the checkpoints in {root} is whole: {'; '.join(rejected)}. Bring one back from a copy, or start "
+            "anew with --fresh"
+        )
+    return None
+
+
+def load(found: Resumed, state: TrainedState, spec: RunSpec, grid: Grid) -> None:
+    """Take the trained state from it; called on every rank. Raises ResumeError."""
+    same_layout = found.manifest.layout == spec.training.parallel.model_dump()
+    state.load(found.directory, found.step * spec.training.minibatches_per_step, with_random=same_layout)
+    if not grid.is_first:
+        return
+    root = checkpoint_root(spec)
+    for each in found.rejected:
+        # otherwise it would be found damaged again, and its step be written a second time beside it
+        directory.set_aside(root, int(each.partition(":")[0].removeprefix("step-")))
+    used = f"; used instead of {', '.join(found.rejected)}" if found.rejected else ""
+    random = "" if same_layout else "; written by another layout, so random numbers start from the seed"
+    logger.info("going on from %s%s%s", found.directory, used, random)
+
+
+def _verified(path: Path, grid: Grid) -> tuple[Manifest | None, str]:
+    """The manifest and nothing, or nothing and what is wrong. The ranks share the reading."""
+    manifest, fault = ranks_agree_on(_manifest(path) if grid.is_first else None)
+    if manifest is None:
+        return None, fault
+    ranks = dist.get_world_size()
+    found: list[list[str]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(found, directory.faults(path, manifest.files, grid.rank, ranks))
+    faults = [fault for part in found for fault in part]
+    return (None, directory.described(faults)) if faults else (manifest, "")
+
+
+def _manifest(path: Path) -> tuple[Manifest | None, str]:
+    try:
+        return directory.read_manifest(path), ""
+    except Damaged as error:
+        return None, str(error)
+
+
+def _check_identity(found: Resumed, spec: RunSpec) -> None:
+    now, then = identity(spec), found.manifest.identity
+    changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
+    if changed:
+        raise ResumeError(
+            f"{found.directory} is of another run: {'; '.join(changed)}. Set it back, start anew with --fresh, or set "
+            "output_dir=…"
+        )

@@ -1,0 +1,285 @@
+"""The write of one checkpoint: planned by all ranks, written by a child of each, completed by the first.
+
+Flows in: the state as Megatron's tree. Flows out: `step-N`, or `SaveFailed` on every rank alike.
+Invariants: the children see the state as it was when they were forked, whatever the training does to it meanwhile;
+whoever fails, on whatever rank, all ranks learn of it at the same place, and what was complete before stays.
+"""
+
+import contextlib
+import ctypes
+import io
+import json
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from slimerl.resilience.deadline import Deadline
+from slimerl.training.checkpoint import directory
+from slimerl.training.checkpoint.directory import Entry, Manifest
+
+POLL_S = 0.05
+_FORMAT = ("torch_dist", 1)
+_PR_SET_PDEATHSIG = 1
+_ERROR_BYTES = 4096
+"""Of an error's text; a pipe takes so much at once."""
+
+
+class SaveFailed(Exception):
+    """A checkpoint was not written; the message says where and why. Raised on every rank."""
+
+
+class _Plan(TorchDistSaveShardedStrategy):
+    """Megatron's strategy up to the point where bytes are to be written: its own way from there on waits without a
+    bound for processes that may be gone, leaves a process behind when the trainer is killed, and hangs the other
+    ranks when the first one cannot write."""
+
+    def __init__(self) -> None:
+        super().__init__(*_FORMAT, thread_count=1)
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+        return writer, save_state_dict_ret[1]
+
+
+class Write:
+    """One checkpoint under way. Every method is called on every rank."""
+
+    def __init__(self, root: Path, step: int, tree: dict[str, Any], device: torch.device) -> None:
+        """Plan it and start writing; returns as soon as the state may change again. Raises SaveFailed."""
+        self.step, self._root, self._device = step, root, device
+        self._child: _Child | None = None
+        self._begun = time.monotonic()
+        _agreed(lambda: directory.start_partial(root, step) if dist.get_rank() == 0 else None, "start")
+        self._partial = directory.partial_path(root, step)
+        # a stand-in for the queue of a process that would outlive a killed trainer
+        filesystem_async._results_queue = _NO_QUEUE
+        sharded, common = save_preprocess(tree)
+        self._common = _to_bytes(common)
+        self._writer, self._metadata = _Plan().async_save(sharded, self._partial)
+        try:
+            _agreed(self._start_child, "start the writer of")
+        except SaveFailed:
+            self.abandon()
+            raise
+
+    def done(self) -> bool:
+        """Have all ranks written their part?"""
+        running = torch.tensor([int(self._child is not None and self._child.is_running())], device=self._device)
+        dist.all_reduce(running)
+        return int(running) == 0
+
+    def finish(
+        self, deadline: Deadline, extra: Mapping[str, bytes], manifest: Callable[[dict[str, Entry]], Manifest]
+    ) -> float:
+        """Wait until all have written, then make it a checkpoint.
+
+        Args:
+            extra: further files, by name; of rank 0.
+            manifest: of the files that it consists of.
+
+        Returns:
+            Seconds from the start to here.
+
+        Raises:
+            SaveFailed: nothing of it is left.
+        """
+        try:
+            while not self.done():
+                # every rank has the same opinion of the time only by chance, so one decides
+                _agreed(deadline.check if dist.get_rank() == 0 else (lambda: None), "write")
+                time.sleep(POLL_S)
+            parts = _gathered(_agreed(self._outcome, "write"))
+            _agreed(lambda: self._complete(parts, extra, manifest) if parts is not None else None, "complete")
+        except SaveFailed:
+            self.abandon()
+            raise
+        return time.monotonic() - self._begun
+
+    def abandon(self) -> None:
+        """End the writers and give the disk space back."""
+        if self._child is not None:
+            self._child.kill()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            directory.remove_partial(self._root, self.step)
+
+    def _start_child(self) -> None:
+        _, preload, _ = self._writer.get_save_function_and_args()
+        if preload is None:
+            return
+        # on a GPU this is the copy to the host; elsewhere the fork is the snapshot
+        buckets = preload()
+        self._child = _Child(lambda: _write_buckets(buckets, self._writer.transforms, self._outcome_file))
+
+    @property
+    def _outcome_file(self) -> Path:
+        return self._partial / f".outcome-{dist.get_rank()}"
+
+    def _outcome(self) -> "_Outcome":
+        if self._child is None:
+            return _Outcome([], {})
+        self._child.check()
+        outcome = pickle.loads(self._outcome_file.read_bytes())
+        self._outcome_file.unlink()
+        return outcome
+
+    def _complete(
+        self, parts: list["_Outcome"], extra: Mapping[str, bytes], manifest: Callable[[dict[str, Entry]], Manifest]
+    ) -> None:
+        """On rank 0: the small files, the manifest, the name."""
+        self._writer.finish(self._metadata, [part.results for part in parts])
+        backend, version = _FORMAT
+        config = {"sharded_backend": backend, "sharded_backend_version": version}
+        config |= {"common_backend": "torch", "common_backend_version": 1}
+        small = {COMMON_STATE_FNAME: self._common, CONFIG_FNAME: json.dumps(config).encode(), **extra}
+        for name, data in small.items():
+            directory.write_flushed(self._partial / name, data)
+        files = {name: entry for part in parts for name, entry in part.files.items()}
+        # the small ones and Megatron's own index
+        files |= {path.name: directory.entry_of(path) for path in self._partial.iterdir() if path.name not in files}
+        directory.write_manifest(self._partial, manifest(files))
+        directory.complete(self._root, self.step)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a rank has written: Megatron's records of it, and the files."""
+
+    results: list[Any]
+    files: dict[str, Entry]
+
+
+class _Child:
+    """A forked process that runs `work` on the state as it is now, and ends with this one."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._status: int | None = None
+        self._error = -1
+        self._error, error = os.pipe()
+        parent = os.getpid()
+        try:
+            self._pid = os.fork()
+        except OSError:
+            os.close(error)
+            raise
+        if self._pid == 0:
+            _run_and_leave(work, error, parent)
+        os.close(error)
+
+    def is_running(self) -> bool:
+        if self._status is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status is None
+
+    def check(self) -> None:
+        """Once it has ended: raises OSError with what it said if it did not succeed."""
+        if self._status != 0:
+            said = os.read(self._error, _ERROR_BYTES).decode(errors="replace")
+            raise OSError(said or f"the writing process ended with {self._status}")
+
+    def kill(self) -> None:
+        if self.is_running():
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            self._status = -signal.SIGKILL
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._error)
+
+
+def _run_and_leave(work: Callable[[], None], error: int, parent: int) -> None:
+    """In the child: never returns, and touches nothing that belongs to the trainer (signals, buffers, GPU)."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == parent:
+            work()
+            code = 0
+    except BaseException as fault:  # noqa: BLE001 - there is nobody above; the trainer is told
+        os.write(error, f"{type(fault).__name__}: {fault}".encode()[:_ERROR_BYTES])
+    finally:
+        os._exit(code)
+
+
+def _write_buckets(buckets: list[Any], transforms: Any, outcome_file: Path) -> None:
+    """Write this rank's files, read them back for their digests, and leave a note of both."""
+    outcome = _Outcome([], {})
+    queue = _Kept()
+    for index, bucket in enumerate(buckets):
+        path, name, _ = bucket
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            [transforms], index, bucket, queue, _NoCount(), use_fsync=True
+        )
+        result = queue.last
+        if isinstance(result, Exception):
+            raise result
+        outcome.results.extend(result)
+        outcome.files[name] = directory.entry_of(Path(path))
+    directory.write_flushed(outcome_file, pickle.dumps(outcome))
+
+
+class _Kept:
+    """What Megatron's writer puts into its queue of results."""
+
+    last: Any = None
+
+    def put(self, answer: tuple[int, Any]) -> None:
+        self.last = answer[1]
+
+
+class _NoCount:
+    """Megatron's writer tells its parent through a queue that it is done; here it is the caller."""
+
+    def get(self) -> None: ...
+
+    def task_done(self) -> None: ...
+
+
+_NO_QUEUE = object()
+
+
+def _to_bytes(common: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    return buffer.getvalue()
+
+
+def _agreed(act: Callable[[], Any], what: str) -> Any:
+    """Do `act`, which may fail on some rank, and agree on whether all succeeded.
+
+    Raises:
+        SaveFailed: it failed somewhere; on every rank.
+    """
+    fault, answer = "", None
+    try:
+        answer = act()
+    except (OSError, directory.Damaged, pickle.UnpicklingError, EOFError) as error:
+        fault = f"rank {dist.get_rank()}: {error}"
+    faults: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(faults, fault)
+    if any(faults):
+        raise SaveFailed(f"cannot {what} the checkpoint: {directory.described([each for each in faults if each])}")
+    return answer
+
+
+def _gathered(outcome: _Outcome) -> list[_Outcome] | None:
+    """Of every rank, on rank 0; None elsewhere."""
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(outcome, parts)
+    return parts

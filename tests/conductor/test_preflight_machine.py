@@ -1,0 +1,159 @@
+"""What this machine lacks for a run is told before it starts: room, ports, GPUs, memory, versions."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from preflight_home import check
+
+from slimerl.conductor.estimate import estimate
+from slimerl.conductor.preflight import machine
+from slimerl.conductor.preflight.model import ENGINE_ARGUMENTS
+from slimerl.conductor.versions import ENGINE_PINS, TRAINER_PINS, version_fault
+from slimerl.engine.launcher import Device, server_arguments
+from slimerl.spec import load_spec
+from slimerl.training.capabilities import Capabilities
+from slimerl.training.memory_estimate import GIB
+from slimerl.training.model_config import read_config
+
+FULL_AND_READ_ONLY = """
+import subprocess, sys
+from typer.testing import CliRunner
+from slimerl.cli import app
+
+def mount(*options):
+    subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", "there"], check=True)
+
+mount("-o", "size=64k")
+print(CliRunner().invoke(app, ["check", "spec.yaml", "output_dir=there/run"]).stderr, end="")
+subprocess.run(["umount", "there"], check=True)
+mount("-o", "ro")
+print(CliRunner().invoke(app, ["check", "spec.yaml", "output_dir=there/run"]).stderr, end="")
+"""
+
+
+def test_c5_a_full_disk_and_a_read_only_one_are_told_before_the_run(home):
+    """Injected: a real file system of 64 KiB, then one that is mounted read-only."""
+    (home / "there").mkdir()
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-Urm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here: file systems cannot be mounted")
+    done = subprocess.run(
+        [unshare, "-Urm", sys.executable, "-c", FULL_AND_READ_ONLY],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    full, read_only = (line for line in done.stdout.splitlines() if line.startswith("output_dir"))
+    assert full == (
+        f"output_dir, training.export_path: the disk of {home}/there has 0.00 GiB free, the run writes up to 0.26 GiB; "
+        "make room, set output_dir and training.export_path to another disk, or lower checkpoint.keep_last"
+    )
+    assert read_only == (
+        f"output_dir: {home}/there is not writable (Read-only file system); set output_dir to a directory that is"
+    )
+
+
+def needs(home, *overrides):
+    spec = load_spec(home / "spec.yaml", overrides)
+    return spec, estimate(spec, read_config(home / "model"), Capabilities(cuda=False))
+
+
+def test_s3_a_run_larger_than_the_memory_is_refused_with_its_parts(home):
+    """Injected: a machine with 1 GiB."""
+    spec, needed = needs(home, "training.parallel.data=2")
+    [line] = machine.memory_faults(spec, needed, GIB)
+    assert line.startswith(f"the run needs about {needed.host / GIB:.1f} GiB of memory (2 trainer ranks of ")
+    assert "1.0 GiB are available" in line
+    assert "lower training.micro_batch_tokens" in line
+    assert not list(machine.memory_faults(spec, needed, needed.host))
+
+
+def test_s3_every_trainer_and_every_engine_rank_wants_a_gpu_where_there_are_gpus(home):
+    """Injected: a machine with one GPU, then with two and four."""
+    spec, _ = needs(home, "training.parallel.data=2", "engine.replicas=2", "engine.tensor_parallel=2")
+    assert list(machine.gpu_faults(spec, 1)) == [
+        "training.parallel asks for 2 GPUs (tensor * context * pipeline * data), but 1 are visible; lower it, or set "
+        "CUDA_VISIBLE_DEVICES",
+        "engine.replicas * engine.tensor_parallel = 2 * 2 asks for 4 GPUs, but 1 are visible; lower one of them, or "
+        "set CUDA_VISIBLE_DEVICES",
+    ]
+    assert len(list(machine.gpu_faults(spec, 2))) == 1
+    assert not list(machine.gpu_faults(spec, 4))
+
+
+def test_s3_a_model_larger_than_a_gpu_is_refused(home):
+    """Injected: GPUs of a byte less than a trainer rank needs, alone or with an engine rank beside it."""
+    _, needed = needs(home)
+    alone = replace(needed, engine=None)
+    [line] = machine.gpu_memory_faults(alone, needed.trainer.total - 1)
+    assert "training.recompute: full" in line
+    assert not list(machine.gpu_memory_faults(alone, needed.trainer.total))
+    [line] = machine.gpu_memory_faults(needed, needed.trainer.total + needed.engine.total - 1)
+    assert "engine.max_total_tokens" in line
+    assert not list(machine.gpu_memory_faults(needed, needed.trainer.total + needed.engine.total))
+
+
+def test_s3_shared_memory_too_small_for_the_sync_is_refused(home, monkeypatch):
+    """Injected: /dev/shm is another, full file system: /proc has no room at all."""
+    monkeypatch.setattr(machine, "SHARED_MEMORY", Path("/proc"))
+    code, lines = check(home)
+    assert code == 2
+    [line] = lines
+    assert line.startswith("sync.bucket_mib: the weights travel through ")
+    assert "in /proc, which has 0.00 GiB free" in line
+
+
+def test_s3_a_package_of_another_version_is_named_with_the_pin():
+    """Injected: pins that nothing fulfils."""
+    assert version_fault("megatron-core", "0.1") == (
+        "megatron-core is installed as 0.16.1, not as 0.1; install it as launch/install.sh does (pip install "
+        "megatron-core==0.1, see requirements.txt)"
+    )
+    assert version_fault("no-such-package", "1.0").startswith("no-such-package is not installed; install it ")
+
+
+def test_the_pins_are_those_of_the_requirements_files():
+    root = Path(__file__).parents[2]
+    lines = [line for file in root.glob("requirements*.txt") for line in file.read_text().splitlines()]
+    assert all(f"{package}=={pin}" in lines for package, pin in (TRAINER_PINS | ENGINE_PINS).items())
+
+
+def test_s4_every_engine_argument_that_the_spec_decides_is_guarded(home):
+    """Injected: a spec with other values; what changes with it on the command line, extra_args may not set."""
+    plain = load_spec(home / "spec.yaml")
+    other = load_spec(
+        home / "spec.yaml",
+        [
+            "model.path=other",
+            "model.dtype=bf16",
+            "engine.tensor_parallel=2",
+            "engine.context_tokens=512",
+            "engine.max_total_tokens=777",
+            "rollout.max_running_requests=7",
+            "seed=99",
+        ],
+    )
+    pairs = [server_arguments(spec, 0, Device.CPU, 1) for spec in (plain, other)]
+    changed = {pairs[0][place - 1] for place, (a, b) in enumerate(zip(*pairs, strict=True)) if a != b}
+    assert changed
+    assert changed <= ENGINE_ARGUMENTS.keys()
+
+
+def test_s3_a_port_in_use_is_named(home):
+    """Injected: a listener on rollout.port."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert check(home, f"rollout.port={port}") == (
+            2,
+            [f"rollout.port = {port}: Address already in use on 127.0.0.1; set another, or 0 for a free one"],
+        )
+    assert check(home, f"rollout.port={port}") == (0, [])

@@ -1,0 +1,136 @@
+"""The rollout role's part of a checkpoint: another process goes on with the same prompts, samples and books."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from scene import Scene, rollout
+
+from slimerl.rewards.outcome import Failed, Scored
+from slimerl.samples.messages import RolloutState, decode, encode
+from slimerl.samples.store import StoreError
+
+Act = Callable[[Scene], Coroutine[Any, Any, Any]]
+
+
+def process(act: Act, **options: Any) -> Any:
+    """What `act` returns, in a rollout of its own."""
+
+    async def run() -> Any:
+        async with asyncio.timeout(30), rollout(**options) as made:
+            return await act(made)
+
+    return asyncio.run(run())
+
+
+async def train(made: Scene, first: int, last: int) -> dict[str, bytes]:
+    """Steps `first` to `last` with a sync before each; sample id → tokens of all that was trained."""
+    tokens = {}
+    for step in range(first, last + 1):
+        await made.serve(step - 1)
+        manifest = await made.batch(step)
+        for payload in made.store.payloads([one.sample_id for one in manifest.samples]):
+            tokens[payload.sample_id] = payload.tokens
+        made.scheduler.trained(manifest.batch_id)
+    return tokens
+
+
+def drop_some(request: Any) -> Any:
+    return Failed("timeout", "") if int(request.answer) % 3 == 0 else Scored(1.0, True)
+
+
+async def never_judged(_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+def saved(made: Scene) -> RolloutState:
+    """Through the wire, as a checkpoint holds it."""
+    return decode(encode(made.scheduler.state()), RolloutState)
+
+
+def test_c1_a_synchronous_run_draws_the_same_prompts_and_samples_after_a_restart():
+    """Injected: the process ends after step 2; drops before and after must not move the prompts."""
+
+    async def whole(made: Scene) -> Any:
+        made.reward.verdict = drop_some
+        return await train(made, 1, 5), made.store.counts()
+
+    async def before(made: Scene) -> Any:
+        made.reward.verdict = drop_some
+        return await train(made, 1, 2), saved(made)
+
+    async def after(made: Scene) -> Any:
+        made.reward.verdict = drop_some
+        made.scheduler.restore(state)
+        return await train(made, 3, 5), made.store.counts()
+
+    expected, counts = process(whole)
+    first, state = process(before)
+    assert state.groups == [], "nothing is under way between two steps"
+    assert sum(state.dropped.values()) > 0
+    second, counts_after = process(after)
+    assert first | second == expected
+    assert first.keys().isdisjoint(second)
+    assert counts_after == counts
+
+
+def test_c1_an_asynchronous_run_keeps_what_was_finished_and_makes_the_rest_again():
+    """Injected: the process ends while a group is finished, but not trained, and others are under way."""
+
+    async def before(made: Scene) -> Any:
+        await train(made, 1, 1)
+        await made.until(lambda: sum(group.ready for group in made.store.unleased()) >= 3)
+        return saved(made), made.store.counts()
+
+    async def after(made: Scene) -> Any:
+        made.scheduler.restore(state)
+        made.store.check()
+        counts, gate = made.store.counts(), made.scheduler.gate
+        admitted = gate.accepted, gate.running
+        return counts, admitted, await train(made, 2, 3)
+
+    state, counts_before = process(before, staleness=2)
+    ready = {sample.payload.sample_id: sample.payload.tokens for group in state.groups for sample in group.samples}
+    assert len(ready) >= 9
+    counts, (accepted, running), trained = process(after, staleness=2)
+    assert counts.trained == counts_before.trained
+    assert counts.buffered == len(ready)
+    assert accepted == 2 + len(ready) // 3
+    assert accepted + running == 2 + len(state.groups)
+    kept = ready.keys() & trained.keys()
+    assert kept
+    assert {name: trained[name] for name in kept} == {name: ready[name] for name in kept}
+
+
+def test_a_group_that_is_made_again_keeps_the_version_that_its_staleness_counts_from():
+    async def before(made: Scene) -> Any:
+        await train(made, 1, 1)
+        made.reward.score = never_judged
+        await made.serve(1)
+        await made.until(lambda: len(made.store.unleased()) == 4)
+        return saved(made)
+
+    async def after(made: Scene) -> Any:
+        made.scheduler.restore(state)
+        return made.store.unleased()
+
+    state = process(before, staleness=1)
+    assert {group.version for group in state.groups if not group.samples} >= {1}
+    again = process(after, staleness=1)
+    assert [(group.group_id, group.version) for group in again] == [
+        (group.group_id, group.version) for group in state.groups
+    ]
+
+
+def test_the_state_is_refused_while_a_batch_is_leased_and_a_restore_after_the_first_sample():
+    async def act(made: Scene) -> None:
+        await made.serve(0)
+        manifest = await made.batch(1)
+        with pytest.raises(StoreError, match="step-1 is leased"):
+            made.scheduler.state()
+        made.scheduler.trained(manifest.batch_id)
+        with pytest.raises(StoreError, match="admitted already"):
+            made.scheduler.restore(made.scheduler.state())
+
+    process(act)

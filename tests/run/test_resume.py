@@ -1,0 +1,109 @@
+"""A whole run that is killed goes on where it was: same tokens, same weights, one record."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tiny_run import start, write_spec
+
+from slimerl.resilience.deadline import Deadline
+from slimerl.telemetry import read_records
+
+STEPS = 4
+SAMPLES = 128
+"""Of a step."""
+RECORDER = Path(__file__).parent / "recorder"
+"""On the path of the run: writes down every sample that the trainer fetches."""
+
+
+def spec_of(directory: Path) -> Path:
+    return write_spec(
+        directory,
+        training={
+            "steps": STEPS,
+            "optimizer": {"lr": 1e-3, "min_lr": 1e-5, "warmup_steps": 2, "decay": "linear"},
+        },
+        rollout={"samples_per_prompt": SAMPLES // 8, "max_new_tokens": 6},
+        checkpoint={"every_steps": 2, "keep_last": 1},
+    )
+
+
+def teach_digits(model_path: Path) -> None:
+    """Some steps of plain training, after which the model answers with one digit, a tenth of the time the right one:
+    there is a gradient in every step of a run."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path)
+    texts = [f"{asked}={said}" for asked in range(10) for said in range(10)]
+    rows = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(rows, labels=rows).loss.backward()
+        optimizer.step()
+    model.save_pretrained(model_path)
+
+
+def begin(spec: Path, monkeypatch, part: str, *overrides: str, fresh: bool = True):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(RECORDER), os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv("SLIMERL_TEST_RECORD", str(spec.parent / f"{part}.jsonl"))
+    return start(spec, *overrides, keep_record=not fresh, fresh=fresh)
+
+
+def tokens_of(spec: Path, part: str) -> dict[str, list]:
+    """Sample id → tokens, what was sampled of them."""
+    lines = (spec.parent / f"{part}.jsonl").read_text().splitlines()
+    return {record["id"]: record["tokens"] for record in map(json.loads, lines)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_c1_a_killed_run_goes_on_with_the_same_tokens_and_weights_bit_for_bit(tmp_path, monkeypatch):
+    """Injected: SIGKILL of the conductor in the step after a checkpoint, with a changing learning rate."""
+    whole = spec_of(tmp_path / "whole")
+    teach_digits(whole.parent / "base")
+    shutil.copytree(whole.parent, tmp_path / "killed")
+    killed = spec_of(tmp_path / "killed")
+    code, output = begin(whole, monkeypatch, "whole").finish()
+    assert code == 0, output
+
+    run = begin(killed, monkeypatch, "before")
+    run.until_step(3)
+    run.process.kill()
+    run.process.wait()
+    Deadline("every role to be gone", 60).wait_until(lambda: not run.left_behind())
+    run_dir = run.directory
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-2"]
+
+    run = begin(killed, monkeypatch, "after", fresh=False)
+    code, output = run.finish()
+    assert code == 0, output
+
+    expected = tokens_of(whole, "whole")
+    before, after = tokens_of(killed, "before"), tokens_of(killed, "after")
+    assert len(expected) == STEPS * SAMPLES
+    assert len(after) == 2 * SAMPLES, "steps 3 and 4 alone were done again"
+    assert before | after == expected
+    assert before.keys() & after.keys(), "step 3 was done before and after the kill"
+    ours = load_file(run_dir / "model" / "model.safetensors")
+    theirs = load_file(whole.parent / "run" / "model" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not ours[name].equal(theirs[name])] == []
+
+    records, reference = (read_records(each / "metrics.jsonl") for each in (run_dir, whole.parent / "run"))
+    assert [record["step"] for record in records] == list(range(STEPS + 1))
+    for figure in ("train/lr", "train/loss", "train/grad_norm", "rollout/generated_tokens", "rollout/mean_reward"):
+        assert [record.get(figure) for record in records] == [record.get(figure) for record in reference], figure
+    assert len({record["train/lr"] for record in records[1:]}) > 1
+    assert all(record["train/grad_norm"] > 0 for record in records[1:])
+    resumed = [event for event in read_records(run_dir / "events.jsonl") if event.get("name") == "resumed"]
+    assert [event["step"] for event in resumed] == [2]
+
+    code, output = begin(killed, monkeypatch, "again", fresh=False).finish()
+    assert code == 2
+    assert "finished" in output
+    assert "--fresh" in output

@@ -1,0 +1,86 @@
+"""What a run that goes on does with the directory and the record of the one before."""
+
+import json
+
+import pytest
+
+from slimerl.conductor.run import RunDirectoryTaken, _claimed
+from slimerl.telemetry import RunLog, read_records
+from slimerl.telemetry.progress import Tail
+
+
+def record(run_dir, *steps, after_step=None, exported=False):
+    with RunLog(run_dir, after_step=after_step) as log:
+        for step in steps:
+            log.metrics(step, {"train/loss": float(step)})
+        if exported:
+            with log.phase(steps[-1], "export"):
+                pass
+
+
+def steps_of(run_dir):
+    return [each["step"] for each in read_records(run_dir / "metrics.jsonl")]
+
+
+def test_c1_steps_after_the_checkpoint_are_recorded_once(tmp_path):
+    """Injected: the run before recorded two steps more than the checkpoint has seen, the last one half."""
+    record(tmp_path, 0, 1, 2, 3, 4)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "tra')
+    record(tmp_path, 3, 4, 5, after_step=2)
+    assert steps_of(tmp_path) == [0, 1, 2, 3, 4, 5]
+
+
+def test_c1_the_board_forgets_the_steps_that_are_done_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record(tmp_path, 0, 1, 2, 3)
+    record(tmp_path, 2, 3, after_step=1)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [0, 1, 2, 3]
+
+
+def test_who_watches_a_record_that_is_cut_reads_the_new_one(tmp_path):
+    record(tmp_path, 0, 1, 2, 3)
+    tail = Tail(tmp_path / "metrics.jsonl", from_end=True)
+    record(tmp_path, after_step=1)
+    assert [each["step"] for each in tail.new()] == [0, 1]
+    record(tmp_path, 2)
+    assert [each["step"] for each in tail.new()] == [2]
+
+
+def earlier_run(run_dir, exported=False, checkpoint=True):
+    with _claimed(run_dir, fresh=False):
+        record(run_dir, 0, 1, 2, exported=exported)
+        (run_dir / "logs" / "trainer.log").write_text("before\n")
+        (run_dir / "rollout.json").write_text(json.dumps({}))
+        if checkpoint:
+            (run_dir / "checkpoints" / "step-2").mkdir(parents=True)
+
+
+def test_a_run_that_ended_early_goes_on_with_its_record_its_logs_and_its_checkpoints(tmp_path):
+    earlier_run(tmp_path)
+    with _claimed(tmp_path, fresh=False):
+        assert steps_of(tmp_path) == [0, 1, 2]
+        assert (tmp_path / "logs" / "trainer.log").read_text() == "before\n"
+        assert (tmp_path / "checkpoints" / "step-2").is_dir()
+        assert not (tmp_path / "rollout.json").exists(), "the address of a service that is gone"
+
+
+def test_fresh_begins_anew_without_the_checkpoints_of_the_run_before(tmp_path):
+    earlier_run(tmp_path)
+    with _claimed(tmp_path, fresh=True):
+        assert steps_of(tmp_path) == []
+        assert not (tmp_path / "checkpoints").exists()
+        assert not (tmp_path / "logs" / "trainer.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("left", "said"), [({"exported": True}, "finished"), ({"checkpoint": False}, "no checkpoint")], ids=str
+)
+def test_a_finished_run_and_one_without_a_checkpoint_are_not_replaced_in_silence(tmp_path, left, said):
+    earlier_run(tmp_path, **left)
+    with pytest.raises(RunDirectoryTaken, match=f"{said}.*--fresh"), _claimed(tmp_path, fresh=False):
+        pass
+    assert steps_of(tmp_path) == [0, 1, 2]

@@ -1,0 +1,133 @@
+"""Checkpoints of a run: when they are written, what becomes of one that fails, and which one a run goes on from."""
+
+import os
+import shutil
+
+import checkpoint_ranks
+import pytest
+import tiny
+
+from slimerl.spec.load import spec_from_tree
+
+
+def run_spec(path, model, **changes):
+    """A spec whose data is a file; three steps on two ranks, a checkpoint after each."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "rows.jsonl").write_text("rows")
+    optimizer = checkpoint_ranks.OPTIMIZER.model_dump()
+    tree = {
+        "name": "checkpoints",
+        "output_dir": str(path / "run"),
+        "model": {"path": str(model)},
+        "data": {"train_path": str(path / "rows.jsonl")},
+        "algorithm": {"name": "sft"},
+        "training": {"steps": 6, "prompts_per_step": 12, "parallel": {"data": 2}, "optimizer": optimizer},
+        "checkpoint": {"every_steps": 1, "keep_last": 2},
+    }
+    for section, values in changes.items():
+        tree[section] = {**tree.get(section, {}), **values} if isinstance(values, dict) else values
+    return spec_from_tree(tree, "test")
+
+
+def names(spec):
+    return sorted(path.name for path in (spec.run_dir / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def made(ranks, tmp_path_factory):
+    """A run of three steps, and what it reported."""
+    path = tmp_path_factory.mktemp("made")
+    tiny.write_model(path / "model", "qwen3")
+    spec = run_spec(path / "whole", path / "model")
+    [(figures, error), _] = ranks.run(2, checkpoint_ranks.run_with_checkpoints, spec)
+    assert error == ""
+    return path, spec, figures
+
+
+def test_each_checkpoint_is_complete_by_the_end_and_the_last_two_stay(made):
+    _, spec, figures = made
+    assert names(spec) == ["step-2", "step-3"]
+    steps = [each["checkpoint/step"] for each in figures if "checkpoint/step" in each]
+    assert steps[-1] == 3
+    assert steps == sorted(steps)
+    assert all(each.get("checkpoint/write_s", 1) > 0 for each in figures)
+    assert not any("checkpoint/failed" in each for each in figures)
+
+
+def damaged(path, made, name, *steps):
+    """A copy of the run with a bit of the given checkpoints' weights flipped."""
+    base, spec, _ = made
+    copy = path / name
+    shutil.copytree(spec.run_dir.parent, copy)
+    for step in steps:
+        [weights] = (copy / "run" / "checkpoints" / f"step-{step}").glob("__1_*.distcp")
+        content = bytearray(weights.read_bytes())
+        content[len(content) // 2] ^= 1
+        weights.write_bytes(content)
+    return run_spec(copy, base / "model")
+
+
+def test_c2_the_newest_whole_one_is_used_and_a_run_never_begins_anew_by_itself(ranks, tmp_path, made):
+    """Injected: a flipped bit in the newest, in all; a torn write; another seed, other data, a spec that refuses."""
+    base, _, _ = made
+    whole, newest, both = (damaged(tmp_path, made, *each) for each in (("w",), ("n", 3), ("b", 2, 3)))
+    torn = damaged(tmp_path, made, "t")
+    checkpoints = torn.run_dir / "checkpoints"
+    (checkpoints / "step-3").rename(checkpoints / "step-3.partial")
+    seeded = run_spec(tmp_path / "w", base / "model", seed=5)
+    refusing = run_spec(tmp_path / "w", base / "model", checkpoint={"resume": "never"})
+    none = run_spec(tmp_path / "none", base / "model")
+    other_data = damaged(tmp_path, made, "d")
+    other_data.data.train_path.write_text("other rows")
+
+    specs = [whole, newest, torn, both, seeded, refusing, other_data, none]
+    answers, answers_of_1 = ranks.run(2, checkpoint_ranks.find_and_load, specs)
+    assert answers == answers_of_1
+    assert answers[0] == (3, b"source at 3", [])
+    step, source, [rejected] = answers[1]
+    assert (step, source) == (2, b"source at 2")
+    assert "step-3" in rejected
+    assert "distcp has changed" in rejected
+    assert names(newest) == ["step-2", "step-3.damaged"]
+    assert answers[2] == (2, b"source at 2", [])
+    assert "none of the checkpoints" in answers[3]
+    assert "step-2" in answers[3]
+    assert "--fresh" in answers[3]
+    assert names(both) == ["step-2", "step-3"], "nothing is moved where nothing can be used"
+    assert "seed was 1234, is 5" in answers[4]
+    assert "checkpoint.resume is never" in answers[5]
+    assert "data.train_path" in answers[6]
+    assert answers[7] is None
+
+
+@pytest.mark.parametrize("policy", ["warn", "stop"])
+def test_c5_a_failed_checkpoint_is_counted_and_the_run_goes_on_or_stops_as_the_spec_says(ranks, tmp_path, made, policy):
+    """Injected: rank 1 cannot write more than 20 kB after step 2."""
+    spec = run_spec(tmp_path, made[0] / "model", checkpoint={"on_failure": policy})
+    for figures, error in ranks.run(2, checkpoint_ranks.run_with_checkpoints, spec, (2,)):
+        if policy == "stop":
+            assert "the checkpoint of step 2 failed (1 so far; step 1 is the newest)" in error
+            assert "rank 1" in error
+        else:
+            assert error == ""
+            assert [each["checkpoint/failed"] for each in figures if "checkpoint/failed" in each] == [1.0]
+            assert figures[-1]["checkpoint/step"] == 3
+    assert names(spec) == (["step-1"] if policy == "stop" else ["step-1", "step-3"])
+
+
+def test_c5_a_disk_without_space_costs_no_older_checkpoint(ranks, tmp_path, made):
+    """Injected: the checkpoints lie on a file system that takes one and a half."""
+    spec = run_spec(tmp_path, made[0] / "model")
+    (spec.run_dir / "checkpoints").mkdir(parents=True)
+    size = sum(file.stat().st_size for file in (made[1].run_dir / "checkpoints" / "step-3").iterdir())
+    mount = f"mount -t tmpfs -o size={int(size * 1.5)} tmpfs {spec.run_dir / 'checkpoints'}"
+    if os.system(f"{mount} 2>/dev/null"):
+        pytest.skip("this process may not mount")
+    try:
+        for figures, error in ranks.run(2, checkpoint_ranks.run_with_checkpoints, spec):
+            assert error == ""
+            assert figures[-1]["checkpoint/failed"] == 2
+        assert names(spec) == ["step-1"]
+        assert ranks.run(2, checkpoint_ranks.find_and_load, [spec])[0] == [(1, b"source at 1", [])]
+    finally:
+        os.system(f"umount {spec.run_dir / 'checkpoints'}")
