@@ -94,8 +94,9 @@ def estimate(
             capabilities.cuda,
             engine_form(served),
         )
-        sync, largest = _sync_bytes(served, dtype, spec.sync.bucket_mib * 2**20)
-        shared = SYNC_BUCKETS * largest if spec.sync.transport == "ipc" else 0
+        sync = family_of(served).nbytes(served, dtype, engine_form(served))
+        if spec.sync.transport == "ipc":
+            shared = SYNC_BUCKETS * _largest_bucket(served, dtype, spec.sync.bucket_mib * 2**20)
         of_engine = spec.engine.tensor_parallel * engine.total + SERVER_RUNTIME_BYTES
         host += spec.engine.replicas * of_engine + shared
     return RunEstimate(
@@ -109,13 +110,12 @@ def estimate(
     )
 
 
-def _sync_bytes(served: Mapping[str, Any], dtype: torch.dtype, bucket_bytes: int) -> tuple[int, int]:
-    """The model once, and its largest bucket, as the engines hold it."""
+def _largest_bucket(served: Mapping[str, Any], dtype: torch.dtype, bucket_bytes: int) -> int:
+    """Bytes: above the bound where one tensor or fused group is."""
     family, form = family_of(served), engine_form(served)
     tensors = family.logical_tensors(served, dtype, form)
     buckets = split_into_buckets(tensors, family.fused_groups(served, form), bucket_bytes)
-    largest = max(sum(aligned(tensor.nbytes) for tensor in bucket) for bucket in buckets)
-    return sum(tensor.nbytes for tensor in tensors), largest
+    return max(sum(aligned(tensor.nbytes) for tensor in bucket) for bucket in buckets)
 
 
 def samples_per_step(spec: RunSpec) -> int:

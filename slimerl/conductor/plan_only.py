@@ -105,7 +105,12 @@ def _engine_faults(spec: RunSpec, config: Config, served: Config, model_tokens: 
     yield from same_model_faults(spec, config, served)
     yield from list(engine_size_faults(spec, served, cuda=True))[:1]
     yield from serving_faults(spec, model_tokens)
-    trainer = spec.training.parallel.world_size
+    trainer, per_node = spec.training.parallel.world_size, spec.cluster.gpus_per_node
+    if spec.sync.transport == "ipc" and spec.gpus > per_node:
+        yield (
+            f"sync.transport = ipc reaches the engines of one machine, the run has {spec.gpus} GPUs on nodes of "
+            f"{per_node}; set it to broadcast or disk"
+        )
     if spec.is_colocated and spec.engine_gpus > trainer:
         yield (
             f"engine.replicas * engine.tensor_parallel = {spec.engine_gpus} exceeds the trainer's {trainer} GPUs, "

@@ -173,13 +173,12 @@ def engine_memory(
 
 def checkpoint_bytes(config: Mapping[str, Any], dtype: torch.dtype) -> int:
     """A resumable checkpoint of the whole model: weights and optimizer state, over all files."""
-    parameters = sum(tensor.numel for tensor in family_of(config).logical_tensors(config, dtype))
-    return parameters * (dtype.itemsize + OPTIMIZER_BYTES[dtype])
+    return family_of(config).numel(config) * (dtype.itemsize + OPTIMIZER_BYTES[dtype])
 
 
 def export_bytes(config: Mapping[str, Any], dtype: torch.dtype) -> int:
     """The model as a Hugging Face checkpoint."""
-    return sum(tensor.nbytes for tensor in family_of(config).checkpoint_tensors(config, dtype))
+    return family_of(config).nbytes(config, dtype, checkpoint=True)
 
 
 Shapes = dict[str, tuple[int, ...]]

@@ -6,6 +6,7 @@ Invariant: a rank's placements tile every parameter that it names.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -89,6 +90,18 @@ class Family:
             for tensor in self.logical_tensors(config, dtype, form)
         ]
 
+    def numel(self, config: Config) -> int:
+        """Parameters of the model, without spelling their names out."""
+        return sum(prod(weight.shape) * copies for weight, copies in _weights(PLAIN.of(self.table(config))))
+
+    def nbytes(self, config: Config, dtype: torch.dtype, form: Form = PLAIN, checkpoint: bool = False) -> int:
+        """Of all `logical_tensors`, with `checkpoint` of all `checkpoint_tensors`, without spelling them out."""
+        total = 0
+        for weight, copies in _weights(form.of(self.table(config))):
+            own = None if checkpoint and weight.widened else weight.dtype
+            total += prod(weight.shape) * copies * (own or dtype).itemsize
+        return total
+
     def fused_groups(self, config: Config, form: Form = PLAIN) -> list[tuple[str, ...]]:
         """Names that must travel together, because the engine holds them in one parameter (q|k|v, gate|up) or cannot
         use one without the other (data and scale)."""
@@ -151,6 +164,13 @@ def _blocks(table: Table) -> Iterator[tuple[int, Block]]:
     yield 0, table.last
     if table.prediction is not None:
         yield len(table.layers), table.prediction
+
+
+def _weights(table: Table) -> Iterator[tuple[Weight, int]]:
+    """Each weight of each layer, and how many tensors it stands for."""
+    for _, block in _blocks(table):
+        for weight in block.weights:
+            yield weight, max(1, weight.experts)
 
 
 def _names(weight: Weight, layer: int) -> list[str]:
