@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the launch scripts: makes .venv with everything slimerl needs, once per set of requirements.
 #   PYTHON   the interpreter to use (default: python3.11)
 #   WITH_DEV=1   also what the tests need
@@ -23,7 +24,7 @@ install() {
     local root=$1 files python wanted
     files=(requirements.txt requirements-sglang.txt requirements-sglang-nodeps.txt)
     [ "${WITH_DEV:-0}" = 1 ] && files+=(requirements-dev.txt)
-    cd "$root"
+    cd "$root" || return
     wanted=$(cat "${files[@]}" pyproject.toml | sha256sum)
     # What the tests need is more than what a run needs: either stamp will do for a run.
     if [ "$(cat .venv/installed 2>/dev/null)" = "$wanted" ] || { [ "${WITH_DEV:-0}" = 0 ] && [ "$(cat .venv/installed-base 2>/dev/null)" = "$wanted" ]; }; then

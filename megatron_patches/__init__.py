@@ -1,9 +1,11 @@
 """Every change to megatron-core that slimerl makes, one function each: megatron-core on a machine without CUDA.
 
 Flows in: nothing; call `apply()` once, before the first Megatron object is built. Flows out: an altered
-`torch.cuda` and altered Megatron modules. Invariant: where CUDA is present, no patch changes anything.
+`torch.cuda` and altered Megatron modules. Invariant: where CUDA is present, no patch changes anything for good
+(`no_process_for_results` does so within its block).
 """
 
+from megatron_patches.checkpoint import no_process_for_results
 from megatron_patches.device import (
     cuda_literal_means_cpu,
     optimizers_accept_cpu_tensor_types,
@@ -28,6 +30,7 @@ __all__ = [
     "apply",
     "cuda_literal_means_cpu",
     "names_of_transformer_engine_are_absent",
+    "no_process_for_results",
     "optimizers_accept_cpu_tensor_types",
     "packed_rope_without_a_loop",
     "random_state_is_the_cpus",

@@ -61,7 +61,7 @@ def uneven_splits_over_gloo() -> None:
         padded[: len(part)] = part
         whole = part.new_empty((longest * len(sizes), *part.shape[1:]))
         dist.all_gather_into_tensor(whole, padded, group=group)
-        return torch.cat([each[:size] for each, size in zip(whole.split(longest), sizes, strict=True)])
+        return torch.cat([each[:size] for each, size in zip(whole.split([longest] * len(sizes)), sizes, strict=True)])
 
     def scatter(
         whole: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False

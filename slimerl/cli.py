@@ -22,6 +22,9 @@ slimerl run my.yaml training.steps=5       with another value
     add_completion=False,
 )
 
+spec_app = typer.Typer(help="Values of a run spec.", no_args_is_help=True)
+app.add_typer(spec_app, name="spec")
+
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="Run spec, a YAML file; examples in configs/.")]
 Overrides = Annotated[
     list[str] | None,
@@ -127,6 +130,8 @@ def engine(
     spec: SpecFile,
     overrides: Overrides = None,
     index: Annotated[int, typer.Option(help="Which of the spec's engine.replicas this is.")] = 0,
+    node: Annotated[int, typer.Option(help="Which of the engine's machines this is.")] = 0,
+    head: Annotated[str, typer.Option(help="Address of the first of them, where there are several.")] = "",
 ) -> None:
     """Run one engine role: an SGLang server that registers with the rollout role.
 
@@ -138,7 +143,8 @@ def engine(
     """
     from slimerl.engine.__main__ import main
 
-    raise typer.Exit(main([str(spec), *(overrides or ()), "--index", str(index)]))
+    place = ["--index", str(index), "--node", str(node), *(["--head", head] if head else [])]
+    raise typer.Exit(main([str(spec), *(overrides or ()), *place]))
 
 
 @app.command()
@@ -155,6 +161,67 @@ def rollout(spec: SpecFile, overrides: Overrides = None) -> None:
     from slimerl.rollout.__main__ import main
 
     raise typer.Exit(main(_loaded(spec, overrides)))
+
+
+@app.command()
+def prepare(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Replace an earlier run, not go on with it.")] = False,
+) -> None:
+    """Make the run directory of SPEC ready for roles that are started one by one, and print the file that they read.
+
+    Exit code 0: ready, or an earlier run that ended early goes on; 2: the spec cannot be used, or the directory is
+    taken. `slimerl run` does this by itself.
+
+    \b
+    Example:
+      slimerl prepare configs/quickstart.yaml
+    """
+    from slimerl.conductor.run import RunDirectoryTaken
+    from slimerl.conductor.run import prepare as make_ready
+
+    try:
+        typer.echo(make_ready(_loaded(spec, overrides), fresh))
+    except RunDirectoryTaken as error:
+        _fail(str(error), 2)
+
+
+@spec_app.command("get")
+def spec_get(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="E.g. engine.replicas, or derived: trainer_nodes.")],
+    spec: SpecFile,
+    overrides: Overrides = None,
+) -> None:
+    """Print one value of SPEC for a script: a key, or what follows from the keys.
+
+    \b
+    Examples:
+      slimerl spec get training.parallel.world_size configs/quickstart.yaml
+      slimerl spec get trainer_nodes configs/deepseek_v3_671b.yaml
+    """
+    from slimerl.spec.lookup import value_text
+
+    try:
+        typer.echo(value_text(_loaded(spec, overrides), name))
+    except SpecError as error:
+        _fail(str(error), 2)
+
+
+@app.command()
+def stop(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="E.g. runs/quickstart.")]) -> None:
+    """Ask the run of RUN_DIR to save a checkpoint at the end of its step, and to end. Started again, it goes on there.
+
+    Exit code 0: it will; 2: RUN_DIR is no run's directory, or the run keeps no checkpoints.
+    """
+    from slimerl.training.checkpoint.checkpointer import STOP_FILE
+
+    spec_file = run_dir / "spec.yaml"
+    if not spec_file.is_file():
+        _fail(f"{run_dir} is no run's directory: it has no spec.yaml", 2)
+    if not _loaded(spec_file, None).checkpoint.every_steps:
+        _fail(f"the run of {run_dir} keeps no checkpoints (checkpoint.every_steps = 0); end it with Ctrl-C", 2)
+    (run_dir / STOP_FILE).touch()
 
 
 @app.command()

@@ -1,5 +1,5 @@
 """DAPO: GRPO with a higher upper clip, a token mean over the global batch, a soft penalty for overlong answers, no KL;
-groups that teach nothing are replaced (`dynamic_sampling.py`).
+groups that teach nothing are replaced (`slimerl/rollout/dynamic_sampling.py`).
 
 Source: arXiv 2503.14476.
 """

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from slimerl.conductor.estimate import RunEstimate, estimate, longest_sample_tokens, samples_per_step, tokens_at_once
 from slimerl.conductor.preflight.machine import available_memory_bytes
+from slimerl.resharding.families import family_of
 from slimerl.spec import RunSpec
 from slimerl.spec.schema import EngineSpec
 from slimerl.training.capabilities import Capabilities, detect
@@ -35,7 +36,7 @@ def derived_table(spec: RunSpec) -> Table:
 def layout_rows(spec: RunSpec, config: Mapping[str, Any], needed: RunEstimate) -> Iterator[tuple[str, str]]:
     """The model, how it lies on the ranks, and what a step is."""
     family = f"{config['model_type']}, {config['num_hidden_layers']} layers, hidden {config['hidden_size']}"
-    yield "model", f"{spec.model.path} ({family}, {spec.model.dtype})"
+    yield "model", f"{spec.model.path} ({family}, {family_of(config).numel(config):,} parameters, {spec.model.dtype})"
     yield from _trainer(spec, needed)
     yield from _sampling(spec, needed)
 
@@ -54,7 +55,7 @@ def _trainer(spec: RunSpec, needed: RunEstimate) -> Iterator[tuple[str, str]]:
     if parallel.pipeline > 1:
         stages = parallel.pipeline_layout or f"equal, {parallel.virtual} chunks each"
         yield "pipeline stages", stages
-    yield "parameters per rank", f"{needed.trainer.parameters:,} at most"
+    yield "parameters, trainer rank", f"{needed.trainer.parameters:,} at most ({_gib(needed.trainer.weights)} GiB)"
     yield "steps", f"{training.steps}, optimizer updates in each: {training.minibatches_per_step}"
 
 
@@ -91,11 +92,14 @@ def _engines(engine: EngineSpec) -> str:
 
 def room_rows(spec: RunSpec, needed: RunEstimate, capabilities: Capabilities) -> Iterator[tuple[str, str]]:
     trainer, engine = needed.trainer, needed.engine
+    reference = f", reference model {_gib(trainer.reference)}" if trainer.reference else ""
+    if engine is not None:
+        yield "parameters, engine rank", f"{engine.parameters:,} ({_gib(engine.weights)} GiB)"
     yield (
         "memory, trainer rank",
         f"{_gib(trainer.total)} GiB: weights {_gib(trainer.weights)}, gradients {_gib(trainer.gradients)}, optimizer "
         f"{_gib(trainer.optimizer)}, activations {_gib(trainer.activations)}, logits {_gib(trainer.logits)}, "
-        f"process {_gib(trainer.runtime)}",
+        f"process {_gib(trainer.runtime)}{reference}",
     )
     if engine is not None:
         yield (
@@ -103,7 +107,6 @@ def room_rows(spec: RunSpec, needed: RunEstimate, capabilities: Capabilities) ->
             f"{_gib(engine.total)} GiB: weights {_gib(engine.weights)}, KV cache {_gib(engine.kv_cache)}, "
             f"process {_gib(engine.runtime)}; and {_gib(SERVER_RUNTIME_BYTES)} a server",
         )
-        yield "parameters, engine rank", f"{engine.parameters:,}"
     if not capabilities.cuda:
         yield "memory, all roles", f"{_gib(needed.host)} of {_gib(available_memory_bytes())} GiB available"
     yield "run directory", str(spec.run_dir)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from slimerl.resharding.buckets import aligned, split_into_buckets
 from slimerl.resharding.families import family_of
 from slimerl.spec import RunSpec
 from slimerl.training.capabilities import Capabilities
@@ -35,7 +34,7 @@ RECORD_BYTES = 256 * 2**20
 """Logs, metrics and trace of a run."""
 
 SYNC_BUCKETS = 2
-"""Buckets in shared memory (`ipc` transport)."""
+"""Buckets under way at a time; with the `ipc` transport in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,8 @@ class RunEstimate:
     """None: the algorithm samples nothing."""
     sync_bytes: int
     """The weights once, as they travel at each sync."""
+    sync_buckets: int
+    """On a GPU: the buckets under way, and the one that is being gathered."""
     shared_memory: int
     export: int
     checkpoint: int
@@ -78,10 +79,11 @@ def estimate(
         recompute=spec.training.recompute,
         fused=capabilities.for_dtype(spec.model.dtype).transformer_engine,
         cuda=capabilities.cuda,
+        reference=spec.algorithm.has_reference_model,
     )
     exported = export_bytes(config, dtype)
     host = parallel.world_size * trainer.total + min(exported, EXPORT_BUFFER_BYTES) + SIDE_RUNTIME_BYTES
-    engine, sync, shared = None, 0, 0
+    engine, sync, bucket, shared = None, 0, 0, 0
     if spec.uses_engines:
         served = config if of_engines is None else of_engines
         engine = engine_memory(
@@ -95,14 +97,16 @@ def estimate(
             engine_form(served),
         )
         sync = family_of(served).nbytes(served, dtype, engine_form(served))
+        bucket = _largest_bucket(served, dtype, spec.sync.bucket_mib * 2**20)
         if spec.sync.transport == "ipc":
-            shared = SYNC_BUCKETS * _largest_bucket(served, dtype, spec.sync.bucket_mib * 2**20)
+            shared = SYNC_BUCKETS * bucket
         of_engine = spec.engine.tensor_parallel * engine.total + SERVER_RUNTIME_BYTES
         host += spec.engine.replicas * of_engine + shared
     return RunEstimate(
         trainer=trainer,
         engine=engine,
         sync_bytes=sync,
+        sync_buckets=(SYNC_BUCKETS + 1) * bucket,
         shared_memory=shared,
         export=exported,
         checkpoint=checkpoint_bytes(config, dtype),
@@ -111,11 +115,10 @@ def estimate(
 
 
 def _largest_bucket(served: Mapping[str, Any], dtype: torch.dtype, bucket_bytes: int) -> int:
-    """Bytes: above the bound where one tensor or fused group is."""
+    """Bytes, at most: above the bound where one tensor or fused group is."""
     family, form = family_of(served), engine_form(served)
-    tensors = family.logical_tensors(served, dtype, form)
-    buckets = split_into_buckets(tensors, family.fused_groups(served, form), bucket_bytes)
-    return max(sum(aligned(tensor.nbytes) for tensor in bucket) for bucket in buckets)
+    largest, whole = family.bucket_extremes(served, dtype, form)
+    return min(max(bucket_bytes, largest), whole)
 
 
 def samples_per_step(spec: RunSpec) -> int:

@@ -17,6 +17,7 @@ from slimerl.conductor.estimate import DTYPES, estimate
 from slimerl.conductor.preflight.machine import gpu_memory_faults
 from slimerl.conductor.preflight.model import (
     engine_size_faults,
+    placement_faults,
     same_model_faults,
     serving_faults,
     size_faults,
@@ -103,13 +104,18 @@ def _engine_faults(spec: RunSpec, config: Config, served: Config, model_tokens: 
     if not spec.uses_engines:
         return
     yield from same_model_faults(spec, config, served)
-    yield from list(engine_size_faults(spec, served, cuda=True))[:1]
+    yield from list(engine_size_faults(spec, served, cuda=True))[:1] or placement_faults(spec, served, 1)
     yield from serving_faults(spec, model_tokens)
     trainer, per_node = spec.training.parallel.world_size, spec.cluster.gpus_per_node
     if spec.sync.transport == "ipc" and spec.gpus > per_node:
         yield (
             f"sync.transport = ipc reaches the engines of one machine, the run has {spec.gpus} GPUs on nodes of "
             f"{per_node}; set it to broadcast or disk"
+        )
+    if spec.cluster.network == "loopback" and spec.gpus > per_node:
+        yield (
+            f"cluster.network = loopback: the roles of {spec.gpus} GPUs on nodes of {per_node} could not reach each "
+            "other; set it to hostname"
         )
     if spec.is_colocated and spec.engine_gpus > trainer:
         yield (

@@ -67,6 +67,18 @@ def run(spec: RunSpec, console: Console, fresh: bool = False) -> None:
         console.print(final_table(run_dir, spec.name))
 
 
+def prepare(spec: RunSpec, fresh: bool = False) -> Path:
+    """What `run` does before it starts roles, for a launcher that starts them by itself; returns the file they read.
+
+    Raises:
+        RunDirectoryTaken: as `run`.
+    """
+    with _claimed(spec.run_dir, fresh) as run_dir:
+        spec_file = run_dir / "spec.yaml"
+        spec_file.write_text(dump_spec(spec), encoding="utf-8")
+    return spec_file
+
+
 def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console) -> None:
     roles: list[RoleProcess] = []
     previous = signal.signal(signal.SIGTERM, _raise_terminated)

@@ -1,6 +1,7 @@
-"""The engine role: `python -m slimerl.engine SPEC --index I [key=value …]`.
+"""The engine role: `python -m slimerl.engine SPEC --index I [--node N --head ADDRESS] [key=value …]`.
 
-Starts one SGLang server, waits until it can generate, registers it with the rollout role, and watches it.
+Starts one SGLang server, waits until it can generate, registers it with the rollout role, and watches it. An engine
+whose GPUs are on several machines has a role on each; that of the first one registers it.
 Ends with 0 when asked to (SIGTERM, SIGINT), with 1 and the tail of the server's log when the server ends by itself.
 Writes one line per change of state.
 """
@@ -13,7 +14,9 @@ import time
 from pathlib import Path
 
 from slimerl.engine.client import EngineError
-from slimerl.engine.launcher import Server, ServerFailed, detect_device, start_server
+from slimerl.engine.launcher import Device, Server, ServerFailed, detect_device, start_server
+from slimerl.engine.local_resources import NoAddress
+from slimerl.engine.protocol import MemoryTag
 from slimerl.engine.registration import RegistrationFailed, register
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.samples.messages import EngineInfo
@@ -24,7 +27,7 @@ from slimerl.telemetry.resources import ResourceMeter
 _WATCH_S = 0.2
 
 
-async def run_role(spec: RunSpec, index: int) -> None:
+async def run_role(spec: RunSpec, index: int, node: int = 0, head: str = "") -> None:
     """Serve until cancelled.
 
     Raises:
@@ -33,19 +36,23 @@ async def run_role(spec: RunSpec, index: int) -> None:
     """
     device = detect_device()
     started, serving = time.monotonic(), None
-    server = start_server(spec, index, device)
+    server = start_server(spec, index, device, node, head)
     trace.start(spec.run_dir, server.engine_id)
     resources = asyncio.create_task(ResourceMeter(spec.run_dir, server.engine_id).watch())
     say(server, f"starting SGLang on {device}, tensor parallel {spec.engine.tensor_parallel}; log: {server.log_path}")
     try:
-        await server.wait_until_healthy(Deadline(f"{server.engine_id} to become healthy", spec.deadlines.start_s))
-        healthy = time.monotonic()
-        trace.add("start", started, healthy, "server")
-        say(server, f"healthy after {healthy - started:.1f} s at {server.url}")
-        await _register_while_running(spec, server)
-        serving = time.monotonic()
-        trace.add("register", healthy, serving, "server")
-        say(server, "registered with the rollout role")
+        if node == 0:
+            deadline = Deadline(f"{server.engine_id} to become healthy", spec.deadlines.start_s)
+            await server.wait_until_healthy(deadline)
+            healthy = time.monotonic()
+            trace.add("start", started, healthy, "server")
+            say(server, f"healthy after {healthy - started:.1f} s at {server.url}")
+            if device is Device.CUDA and spec.shares_gpus:
+                await leave_gpus(server, spec.deadlines.start_s)
+            await _register_while_running(spec, server)
+            serving = time.monotonic()
+            trace.add("register", healthy, serving, "server")
+            say(server, "registered with the rollout role")
         while True:
             server.check_running()
             await asyncio.sleep(_WATCH_S)
@@ -56,6 +63,14 @@ async def run_role(spec: RunSpec, index: int) -> None:
         trace.stop()
         say(server, "stopping the server")
         server.stop()
+
+
+async def leave_gpus(server: Server, timeout_s: float) -> None:
+    """Give up all memory that can be given up: the trainer builds its model on the same GPUs once every engine has
+    registered, and hands memory back with the first weights. Raises EngineError."""
+    async with server.client(timeout_s) as client:
+        await client.release_memory([MemoryTag.KV_CACHE, MemoryTag.WEIGHTS])
+    say(server, "gave its memory up to the trainer")
 
 
 async def _register_while_running(spec: RunSpec, server: Server) -> None:
@@ -75,8 +90,8 @@ def say(server: Server, what: str) -> None:
     print(f"{server.engine_id}: {what}", flush=True)
 
 
-async def _until_signal(spec: RunSpec, index: int) -> None:
-    role = asyncio.create_task(run_role(spec, index))
+async def _until_signal(spec: RunSpec, index: int, node: int, head: str) -> None:
+    role = asyncio.create_task(run_role(spec, index, node, head))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, role.cancel)
@@ -91,12 +106,16 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m slimerl.engine", description=__doc__)
     parser.add_argument("spec", type=Path)
     parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--node", type=int, default=0, help="which of the engine's machines this is")
+    parser.add_argument("--head", default="", help="address of the first of them")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args(argv)
     try:
         spec = load_spec(arguments.spec, arguments.overrides)
-        asyncio.run(_until_signal(spec, arguments.index))
-    except (SpecError, ServerFailed, DeadlineExceeded, EngineError, RegistrationFailed) as error:
+        if spec.nodes_per_engine > 1 and not arguments.head:
+            parser.error(f"an engine of {spec.nodes_per_engine} machines needs --head, the address of its first one")
+        asyncio.run(_until_signal(spec, arguments.index, arguments.node, arguments.head))
+    except (SpecError, ServerFailed, DeadlineExceeded, EngineError, NoAddress, RegistrationFailed) as error:
         print(error, file=sys.stderr, flush=True)
         return 1
     return 0

@@ -22,7 +22,7 @@ import psutil
 
 from slimerl.engine.client import EngineClient
 from slimerl.engine.inside.serve import KEY_VARIABLE
-from slimerl.engine.local_resources import LOOPBACK, PrivateDirectory, ReservedPort
+from slimerl.engine.local_resources import LOOPBACK, PrivateDirectory, ReservedPort, own_address
 from slimerl.engine.nccl_settings import NCCL_SETTINGS
 from slimerl.engine.protocol import LOADER, UNVERIFIED_VERSION, SamplingParams
 from slimerl.resilience.deadline import Deadline
@@ -34,11 +34,25 @@ _POLL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0
 _STOP_GRACE_S = 3.0
 _TAIL_LINES = 20
+_MEETING_PORT = 19_999
+"""Where the machines of one engine meet: on its first one, below the ports of `ReservedPort`."""
 
 
 class Device(StrEnum):
     CPU = "cpu"
     CUDA = "cuda"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a server's processes stand."""
+
+    address: str = LOOPBACK
+    """Of this machine, for the rollout role and the trainer."""
+    node: int = 0
+    """Which of the engine's machines this is, where its GPUs are on several."""
+    head: str = ""
+    """Address of the first of these."""
 
 
 class ServerFailed(RuntimeError):
@@ -58,12 +72,12 @@ def detect_device() -> Device:
     return Device.CUDA if found else Device.CPU
 
 
-def server_arguments(spec: RunSpec, index: int, device: Device, port: int) -> list[str]:
+def server_arguments(spec: RunSpec, index: int, device: Device, port: int, place: Place = Place()) -> list[str]:
     """Arguments of `sglang.launch_server` for engine `index`; `spec.engine.extra_args` come last and win."""
     engine = spec.engine
     arguments = {
         "--model-path": str(engine.model_path or spec.model.path),
-        "--host": LOOPBACK,
+        "--host": place.address,
         "--port": str(port),
         "--tp-size": str(engine.tensor_parallel),
         "--dtype": {"fp32": "float32", "bf16": "bfloat16"}[spec.model.dtype],
@@ -74,6 +88,7 @@ def server_arguments(spec: RunSpec, index: int, device: Device, port: int) -> li
         "--custom-weight-loader": LOADER,
         "--log-level-http": "warning",  # otherwise a line for every request
         **_layout_arguments(engine),
+        **_node_arguments(spec, place),
         **(_CPU_ARGUMENTS if device is Device.CPU else _cuda_arguments(spec, index)),
     }
     flags = [
@@ -90,6 +105,8 @@ def server_arguments(spec: RunSpec, index: int, device: Device, port: int) -> li
         # With EP 1 it would make the shared expert of DeepSeek and GLM one more routed expert; the layout that the
         # sync plans for keeps it apart.
         flags.append("--disable-shared-experts-fusion")
+        if spec.shares_gpus:
+            flags.append("--enable-memory-saver")
     return [part for pair in arguments.items() for part in pair] + flags + list(engine.extra_args)
 
 
@@ -111,6 +128,17 @@ def _layout_arguments(engine: EngineSpec) -> dict[str, str]:
     }
     arguments = {name: str(size) for name, size in sizes.items() if size > 1}
     return arguments | ({"--moe-dense-tp-size": "1"} if engine.replicated_mlp else {})
+
+
+def _node_arguments(spec: RunSpec, place: Place) -> dict[str, str]:
+    """Of an engine whose GPUs are on several machines."""
+    if spec.nodes_per_engine == 1:
+        return {}
+    return {
+        "--nnodes": str(spec.nodes_per_engine),
+        "--node-rank": str(place.node),
+        "--dist-init-addr": f"{place.head}:{_MEETING_PORT}",
+    }
 
 
 def _cuda_arguments(spec: RunSpec, index: int) -> dict[str, str]:
@@ -216,28 +244,35 @@ def _descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
-def start_server(spec: RunSpec, index: int, device: Device) -> Server:
-    """Start the server of engine `index`; it is not healthy yet.
+def start_server(spec: RunSpec, index: int, device: Device, node: int = 0, head: str = "") -> Server:
+    """Start the server of engine `index`, or this machine's part of it; it is not healthy yet.
+
+    Args:
+        node, head: as in `Place`.
+
+    Raises:
+        NoAddress: other machines could not reach this one.
 
     Its life is tied to the calling thread's: call this from the main thread.
     """
-    engine_id = f"engine-{index}"
+    engine_id = f"engine-{index}" if node == 0 else f"engine-{index}-node-{node}"
+    place = Place(own_address(spec.cluster.network), node, head)
     log_path = spec.run_dir / "logs" / f"{engine_id}-server.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     key = secrets.token_hex(32)
-    port = ReservedPort()
+    port = ReservedPort(place.address)
     private_dir = PrivateDirectory(engine_id)
     serve = [sys.executable, "-m", "slimerl.engine.inside.serve", str(os.getpid())]
     with open(log_path, "ab", opener=_owner_only) as log:
         process = subprocess.Popen(
-            [*serve, *server_arguments(spec, index, device, port.number)],
+            [*serve, *server_arguments(spec, index, device, port.number, place)],
             env={**os.environ, **server_environment(spec, device, key, private_dir.path)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Server(engine_id, f"http://{LOOPBACK}:{port.number}", key, log_path, process, port, private_dir)
+    return Server(engine_id, f"http://{place.address}:{port.number}", key, log_path, process, port, private_dir)
 
 
 def _owner_only(path: str, flags: int) -> int:

@@ -20,30 +20,56 @@ class NoPort(RuntimeError):
     """Every port of the range is taken."""
 
 
+class NoAddress(RuntimeError):
+    """Other machines could not reach this one by its name."""
+
+
+def own_address(network: str) -> str:
+    """Where servers of this machine listen, by `cluster.network`: the loopback interface, or the address that the
+    machine's name has for others.
+
+    Raises:
+        NoAddress: the name has none, or one that only this machine can reach.
+    """
+    if network == "loopback":
+        return LOOPBACK
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        raise NoAddress(f"the machine's name {name} has no address ({error}); enter it in DNS or /etc/hosts") from None
+    if address.startswith("127."):
+        raise NoAddress(
+            f"the machine's name {name} has the address {address}, which other machines cannot reach; correct "
+            "/etc/hosts, or set cluster.network: loopback where all roles are on one machine"
+        )
+    return address
+
+
 class ReservedPort:
-    """A free port on the loopback interface that no other engine role takes while its server is still starting.
+    """A free port of this machine's `address` that no other engine role takes while its server is still starting.
 
     A bound socket cannot be handed to SGLang, so that the reservation is a name among the machine's abstract sockets.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = LOOPBACK) -> None:
         for number in random.sample(_PORTS, len(_PORTS)):
-            reservation = _reserve(number)
+            reservation = _reserve(address, number)
             if reservation is not None:
                 self.number, self._reservation = number, reservation
                 return
-        raise NoPort(f"no free port on {LOOPBACK} between {_PORTS.start} and {_PORTS.stop - 1}; end what holds them")
+        raise NoPort(f"no free port on {address} between {_PORTS.start} and {_PORTS.stop - 1}; end what holds them")
 
     def release(self) -> None:
         self._reservation.close()
 
 
-def _reserve(number: int) -> socket.socket | None:
+def _reserve(address: str, number: int) -> socket.socket | None:
     reservation = socket.socket(socket.AF_UNIX)
     try:
         reservation.bind(f"\0slimerl-port-{number}")
         with socket.socket() as probe:
-            probe.bind((LOOPBACK, number))
+            probe.bind((address, number))
     except OSError as error:
         reservation.close()
         if error.errno != errno.EADDRINUSE:

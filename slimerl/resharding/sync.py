@@ -10,6 +10,7 @@ every other engine named as dirty.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -44,8 +45,47 @@ class WeightControl(Protocol):
     def release(self, request: ReleaseRequest) -> None: ...
 
 
+class WeightLease:
+    """The engines, held for one version. `end` it, whatever happens."""
+
+    def __init__(self, control: WeightControl, version: int, lease_s: float, call_s: float) -> None:
+        """Raises what `control` raises where the hold is not granted.
+
+        Args:
+            lease_s: seconds after which the hold ends by itself.
+            call_s: bound of every call to an engine.
+        """
+        self.version = version
+        self._control = control
+        hold = control.hold(HoldRequest(version, lease_s))
+        self._lease_id = hold.lease_id
+        self.engines = hold.engines
+        self.fleet = EngineFleet(hold.engines, call_s)
+
+    def serve(self) -> None:
+        """After the commit: the engines left go on, with the new weights alone. Raises NoEngineLeft."""
+        self.fleet.flush_cache()
+        self.fleet.continue_generation()
+
+    def end(self, problem: str | None = None) -> None:
+        """Release the hold.
+
+        Args:
+            problem: why no engine is proven to hold the version; None: those that are left do.
+        """
+        failures, whole = self.fleet.failures, self.fleet.left if problem is None else []
+        unproven = problem or "it was not updated"
+        names = [one.engine_id for one in self.engines]
+        dirty = {name: failures.get(name, unproven) for name in names if name not in whole}
+        try:
+            self.fleet.close()
+        finally:
+            self._control.release(ReleaseRequest(self._lease_id, self.version, whole, dirty))
+
+
 class WeightSyncer:
-    """Made once for a run on every trainer rank; all gathering ranks call `sync` together.
+    """Made once for a run on every trainer rank; all gathering ranks call `sync` together, or, where the hold lasts
+    longer than the transfer (`training/colocated.py`), `write` inside a lease of their own.
 
     Args of the constructor:
         group: the gathering ranks in the plan's order; None for a single one.
@@ -85,46 +125,65 @@ class WeightSyncer:
             BucketNotWritten: `disk` has no room.
             DeadlineExceeded: the transfer took so long that the lease might have run out.
         """
-        if self._gather is None or self._parameters is None:
-            return {}
         if self._control is None:
-            with trace.span("gather"):
-                for _ in self._gather.run(self._parameters()):
-                    pass
+            self.write(None, PhaseClock())
             return {}
+        with self._gathering() as buckets:
+            return self._coordinate(version, buckets)
+
+    def hold(self, version: int, lease_s: float) -> WeightLease:
+        """On the first gathering rank: a lease for `write`. Raises as `WeightLease`."""
+        if self._control is None:
+            raise ValueError("only the rank with the rollout role's client can hold the engines")
+        return WeightLease(self._control, version, lease_s, self._timeout_s * CALL_SHARE)
+
+    def write(self, lease: WeightLease | None, clock: PhaseClock) -> None:
+        """Transfer, proof and commit, all gathering ranks together; the engines stay paused (`WeightLease.serve`).
+
+        Args:
+            lease: on the first gathering rank; None on the others, which pass their part on.
+
+        Raises: as `sync`.
+        """
+        with self._gathering() as buckets:
+            if lease is not None:
+                self._write(lease.version, lease.fleet, buckets, clock)
+                return
+            with trace.span("gather"):
+                for _ in buckets:
+                    pass
+
+    @contextmanager
+    def _gathering(self) -> Iterator[Iterator[list[tuple[str, torch.Tensor]]]]:
+        """The buckets, which are read to the end also where something fails: the other ranks are in the middle of
+        them. No bucket on ranks that do not gather."""
+        if self._gather is None or self._parameters is None:
+            yield iter(())
+            return
         buckets = self._gather.run(self._parameters())
         try:
-            return self._coordinate(version, self._control, buckets)
+            yield buckets
         except Exception:
-            for _ in buckets:  # the other ranks are in the middle of it
+            for _ in buckets:
                 pass
             raise
 
-    def _coordinate(
-        self, version: int, control: WeightControl, buckets: Iterator[list[tuple[str, torch.Tensor]]]
-    ) -> dict[str, float]:
+    def _coordinate(self, version: int, buckets: Iterator[list[tuple[str, torch.Tensor]]]) -> dict[str, float]:
         clock = PhaseClock()
         with clock("hold"):
-            hold = control.hold(HoldRequest(version, self._timeout_s))
-        whole: list[str] = []
-        failures: dict[str, str] = {}
-        unproven = f"the update to version {version} was not finished"
+            lease = self.hold(version, self._timeout_s)
+        problem: str | None = f"the update to version {version} was not finished"
         try:
-            with EngineFleet(hold.engines, self._timeout_s * CALL_SHARE) as fleet:
-                failures = fleet.failures
-                self._write(version, fleet, buckets, clock)
-                whole = fleet.left
+            self._write(version, lease.fleet, buckets, clock)
+            with clock("commit"):
+                lease.serve()
+            problem = None
         except Exception as error:
-            unproven += f": {error}"
+            problem = f"{problem}: {error}"
             raise
         finally:
-            dirty = {
-                one.engine_id: failures.get(one.engine_id, unproven)
-                for one in hold.engines
-                if one.engine_id not in whole
-            }
             with clock("release"):
-                control.release(ReleaseRequest(hold.lease_id, version, whole, dirty))
+                lease.end(problem)
         return dict(clock.seconds)
 
     def _write(
@@ -156,8 +215,6 @@ class WeightSyncer:
                 carrier.prove(version, self._plan.engine_ranks, proof)
         with clock("commit"):
             fleet.end_weight_update(version)
-            fleet.flush_cache()
-            fleet.continue_generation()
 
     def _open_carrier(self, fleet: EngineFleet) -> Carrier:
         call_s = self._timeout_s * CALL_SHARE

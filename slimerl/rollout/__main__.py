@@ -21,6 +21,7 @@ from typing import NoReturn
 import msgspec
 from aiohttp import web
 
+from slimerl.engine.local_resources import NoAddress, own_address
 from slimerl.engine.protocol import SamplingParams
 from slimerl.resilience.processes import die_with_parent
 from slimerl.rewards.pool import SCORERS, PoolError, WorkerPool
@@ -45,7 +46,6 @@ from slimerl.telemetry.resources import ResourceMeter
 
 logger = logging.getLogger("slimerl.rollout")
 
-HOST = "127.0.0.1"
 GRACE_S = 1.0
 """For requests in progress when the role ends; they have been refused by then."""
 
@@ -67,7 +67,7 @@ def main(spec: RunSpec) -> int:
     except (DataError, TokenizerError) as error:
         print(error, file=sys.stderr)
         return 2
-    except PoolError as error:
+    except (NoAddress, PoolError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -141,7 +141,12 @@ async def _service(
     )
     scheduler = Scheduler(
         SchedulerSettings(
-            training.prompts_per_step, rollout.samples_per_prompt, spec.seed, params, spec.reward.on_failure
+            training.prompts_per_step,
+            rollout.samples_per_prompt,
+            spec.seed,
+            params,
+            spec.reward.on_failure,
+            spec.algorithm.dynamic_sampling_rounds,
         ),
         PromptStream(inputs.train, spec.seed),
         StalenessGate(training.prompts_per_step, rollout.max_staleness, training.steps),
@@ -172,14 +177,15 @@ def _evaluation_params(spec: RunSpec, params: SamplingParams) -> SamplingParams:
 
 @asynccontextmanager
 async def _listening(spec: RunSpec, service: ControlService, token: str) -> AsyncIterator[None]:
-    """Bound to the loopback interface and announced in the run directory."""
+    """Bound as `cluster.network` says, and announced in the run directory."""
     runner = web.AppRunner(service.application(), access_log=None, shutdown_timeout=GRACE_S)
     await runner.setup()
     address_path = spec.run_dir / ADDRESS_FILE
     try:
-        await web.TCPSite(runner, HOST, spec.rollout.port).start()
+        host = own_address(spec.cluster.network)
+        await web.TCPSite(runner, host, spec.rollout.port).start()
         port = runner.addresses[0][1]
-        announce(address_path, ServiceAddress(f"http://{HOST}:{port}", token, os.getpid()))
+        announce(address_path, ServiceAddress(f"http://{host}:{port}", token, os.getpid()))
         logger.info("serving on port %d", port)
         yield
     finally:

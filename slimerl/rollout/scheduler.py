@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -19,6 +19,7 @@ from slimerl.engine.protocol import SamplingParams
 from slimerl.rewards.outcome import UNPARSABLE_REWARD, Failed, Outcome, Scored, Unparsable
 from slimerl.rollout.admission import StalenessGate, choose_batch
 from slimerl.rollout.dispatch import Dispatcher, GenerateRequest, GenerationFailed, append_generation
+from slimerl.rollout.dynamic_sampling import InformativeGroups, NothingToLearn
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.prompts import Drawn, PromptStream, sampling_seed
 from slimerl.rollout.statistics import GroupRecord, batch_metrics, trace_groups
@@ -55,6 +56,8 @@ class SchedulerSettings:
     run_seed: int
     params: SamplingParams
     on_reward_failure: Literal["drop", "zero"] = "drop"
+    dynamic_sampling_rounds: int = 0
+    """Of the algorithm; 0: every group is trained on."""
 
 
 @dataclass
@@ -78,6 +81,11 @@ class Scheduler:
     _manifests: dict[str, BatchManifest] = field(default_factory=dict)
     _dropped_before: Counter[str] = field(default_factory=Counter)
     _lost_in_a_row: int = 0
+    _informative: InformativeGroups = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self._informative = InformativeGroups(settings.dynamic_sampling_rounds, settings.groups_per_step)
 
     async def run(self) -> None:
         """Admit groups until cancelled; ends the samples under way then."""
@@ -131,7 +139,8 @@ class Scheduler:
         self.batches_taken += 1
         dropped = Counter(self.store.counts().dropped)
         records = [self._records.pop(group_id) for group_id in chosen]
-        metrics = batch_metrics(batch.samples, records, dropped - self._dropped_before, gate.version)
+        new_drops = dropped - self._dropped_before
+        metrics = batch_metrics(batch.samples, records, new_drops, gate.version, self._informative.take_replaced())
         self._dropped_before = dropped
         trace_groups(step, records)
         manifest = BatchManifest(batch_id, step, list(batch.samples), metrics)
@@ -158,13 +167,13 @@ class Scheduler:
         )
 
     def restore(self, state: RolloutState) -> None:
-        """Go on where another process stopped: finished groups are taken over, others are made again.
+        """Go on where another process stopped: finished samples are taken over, the others are made again.
 
         Raises:
             StoreError: groups were admitted here already.
             DataError: a group is of a prompt that does not exist.
         """
-        drawn = [None if group.samples else self.prompts.again(group.group_id) for group in state.groups]
+        drawn = [self.prompts.again(group.group_id) if group.missing else None for group in state.groups]
         self.store.restore(state.trained, state.dropped, [_batch_id(step + 1) for step in range(state.steps)])
         self.prompts.cursor = state.cursor
         self.batches_taken = state.steps
@@ -172,35 +181,31 @@ class Scheduler:
         self.gate.resume(state.steps)
         for group, again in zip(state.groups, drawn, strict=True):
             self.gate.admit()
-            if again is not None:
-                self._start(again, group.version)
-                continue
-            self.store.admit_ready(group)
+            missing = [_sample(again, sample_id) for sample_id in group.missing] if again is not None else []
+            if self.store.admit_saved(group, missing) is GroupState.READY:
+                self.gate.accept()
             self._records[group.group_id] = GroupRecord()
-            self.gate.accept()
-        remade = sum(again is not None for again in drawn)
+            if again is not None:
+                self._begin(missing, again.prompt.answer)
         logger.info(
-            "going on after step %d: %d prompts drawn, %d groups ready, %d to be made again",
-            *(state.steps, state.cursor, len(drawn) - remade, remade),
+            "going on after step %d: %d prompts drawn, %d groups live, %d samples of them to be made again",
+            *(state.steps, state.cursor, len(drawn), sum(len(group.missing) for group in state.groups)),
         )
 
     # --- groups
 
     def _admit(self, drawn: Drawn) -> None:
         self.gate.admit()
-        self._start(drawn, self.gate.version)
-
-    def _start(self, drawn: Drawn, version: int) -> None:
-        """Make the samples of an admitted group. `version`: what its staleness is counted from."""
-        prompt = drawn.prompt
-        samples = [
-            Sample(f"{drawn.group_id}/{number}", drawn.group_id, prompt.prompt_id, prompt.tokens)
-            for number in range(self.settings.samples_per_group)
-        ]
-        self.store.admit(drawn.group_id, samples, version)
+        ids = [f"{drawn.group_id}/{number}" for number in range(self.settings.samples_per_group)]
+        samples = [_sample(drawn, sample_id) for sample_id in ids]
+        self.store.admit(drawn.group_id, samples, self.gate.version)
         self._records[drawn.group_id] = GroupRecord()
+        self._begin(samples, drawn.prompt.answer)
+
+    def _begin(self, samples: Sequence[Sample], answer: str) -> None:
+        """Make samples of a group that the store and the gate have admitted."""
         for sample in samples:
-            task = asyncio.get_running_loop().create_task(self._make(sample, prompt.answer))
+            task = asyncio.get_running_loop().create_task(self._make(sample, answer))
             self._tasks[sample.sample_id] = task
             # Not a `finally` in the task: one that is cancelled before its first step never gets there.
             task.add_done_callback(partial(self._ended, sample))
@@ -226,9 +231,7 @@ class Scheduler:
         if state is GroupState.OPEN:
             return
         if state is GroupState.READY:
-            self._records[group_id].ready_s = time.monotonic()
-            self.gate.accept()
-            self._lost_in_a_row = 0
+            self._finish(group_id)
         else:
             logger.warning("group %s is dropped: too few of its samples are left", group_id)
             del self._records[group_id]
@@ -238,13 +241,34 @@ class Scheduler:
         self.wake()
         self.progressed()
 
+    def _finish(self, group_id: str) -> None:
+        """All answers of a group are judged: it is accepted, or replaced where nothing can be learnt from it."""
+        self._lost_in_a_row = 0
+        reason = self._informative.add(self.store.verdicts(group_id))
+        if reason is None:
+            self._records[group_id].ready_s = time.monotonic()
+            self.gate.accept()
+        else:
+            logger.info("group %s is replaced (%s)", group_id, reason)
+            self.store.drop_group(group_id, reason)
+            del self._records[group_id]
+            self.gate.drop()
+        try:
+            self._informative.check()
+        except NothingToLearn as error:
+            self._stop(str(error))
+
+    def _stop(self, why: str) -> None:
+        if not self.stopped:
+            self.stopped = why
+            logger.error("%s", why)
+
     def _give_up_if_hopeless(self) -> None:
         limit = max(HOPELESS_GROUPS, HOPELESS_BATCHES * self.settings.groups_per_step)
         if self._lost_in_a_row < limit or self.stopped:
             return
         reasons = ", ".join(f"{reason} {number}" for reason, number in self.store.counts().dropped.items())
-        self.stopped = f"{self._lost_in_a_row} groups in a row came to nothing; samples dropped so far: {reasons}"
-        logger.error("%s", self.stopped)
+        self._stop(f"{self._lost_in_a_row} groups in a row came to nothing; samples dropped so far: {reasons}")
 
     # --- samples
 
@@ -289,6 +313,10 @@ class Scheduler:
                 record.reward_failed.add(sample.sample_id)
                 # Nothing is known of its correctness.
                 sample.reward, sample.correct = 0.0, None
+
+
+def _sample(drawn: Drawn, sample_id: str) -> Sample:
+    return Sample(sample_id, drawn.group_id, drawn.prompt.prompt_id, drawn.prompt.tokens)
 
 
 def _batch_id(step: int) -> str:

@@ -30,7 +30,11 @@ class GroupRecord:
 
 
 def batch_metrics(
-    samples: Sequence[SampleMeta], groups: Sequence[GroupRecord], dropped: Mapping[str, int], version: int
+    samples: Sequence[SampleMeta],
+    groups: Sequence[GroupRecord],
+    dropped: Mapping[str, int],
+    version: int,
+    replaced: Sequence[Sequence[bool | None]] | None = None,
 ) -> dict[str, float]:
     """Figures of one batch.
 
@@ -39,6 +43,7 @@ def batch_metrics(
         groups: the record of each of its groups.
         dropped: samples dropped since the last batch, by reason.
         version: policy version that the batch is handed out under.
+        replaced: whether each answer was right, of each group that was replaced since the last batch; None: none is.
     """
     started = [group.started_s for group in groups if group.started_s is not None]
     ready = [group.ready_s for group in groups if group.ready_s is not None]
@@ -68,6 +73,11 @@ def batch_metrics(
     }
     if correct:
         metrics["rollout/accuracy"] = fmean(map(float, correct))
+    if replaced is not None:
+        # what is kept is neither all right nor all wrong: its accuracy says little of the policy's
+        judged_all = correct + [each for verdicts in replaced for each in verdicts if each is not None]
+        metrics["rollout/replaced_groups"] = float(len(replaced))
+        metrics["rollout/accuracy_with_replaced"] = fmean(map(float, judged_all)) if judged_all else 0.0
     return metrics | {f"rollout/dropped_{reason}": float(number) for reason, number in dropped.items() if number}
 
 

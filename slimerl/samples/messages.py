@@ -160,12 +160,19 @@ class SavedSample(msgspec.Struct, frozen=True):
 
 
 class SavedGroup(msgspec.Struct, frozen=True):
-    """A group that no step has trained. `version`: at its admission; `samples`: empty where it was not finished, and
-    is to be made again."""
+    """A group that no step has trained. `version`: at its admission; `sample_ids`: of all that were not dropped, in
+    order; `samples`: those of them that were finished, the others are to be made again."""
 
     group_id: str
     version: int
+    sample_ids: list[str]
     samples: list[SavedSample]
+
+    @property
+    def missing(self) -> list[str]:
+        """Ids of the samples that are to be made again."""
+        finished = {sample.payload.sample_id for sample in self.samples}
+        return [sample_id for sample_id in self.sample_ids if sample_id not in finished]
 
 
 class RolloutState(msgspec.Struct, frozen=True):

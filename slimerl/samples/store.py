@@ -177,6 +177,21 @@ class SampleStore:
         del group.samples[sample_id]
         return self._settle(group)
 
+    def verdicts(self, group_id: str) -> list[bool | None]:
+        """Whether each answer of a live group is right."""
+        return [sample.correct for sample in self._groups[group_id].samples.values()]
+
+    def drop_group(self, group_id: str, reason: str) -> None:
+        """READY → DROPPED for a whole group. Raises StoreError: it is not ready, or leased to the trainer."""
+        group = self._groups.get(group_id)
+        if group is None or group.state is not GroupState.READY or group.batch_id is not None:
+            raise StoreError(f"group {group_id} cannot be dropped as a whole: it is not ready, or leased")
+        for sample_id in group.samples:
+            self._end(sample_id, SampleState.DROPPED)
+        self._dropped[reason] += len(group.samples)
+        del self._groups[group_id]
+        self.check()
+
     def unleased(self) -> list[GroupView]:
         """Groups that no batch holds, in admission order."""
         return [
@@ -243,7 +258,7 @@ class SampleStore:
         self.check()
 
     def saved_groups(self) -> list[SavedGroup]:
-        """Every live group for a checkpoint, in admission order; one that is not ready without its samples.
+        """Every live group for a checkpoint, in admission order, with those of its samples that have a reward.
 
         Raises:
             StoreError: a batch is leased: whether it will have been trained is not known.
@@ -251,9 +266,12 @@ class SampleStore:
         if self._batches:
             raise StoreError(f"batch {', '.join(self._batches)} is leased; save after it was trained")
         return [
-            SavedGroup(group.group_id, group.version, [sample.saved() for sample in group.samples.values()])
-            if group.state is GroupState.READY
-            else SavedGroup(group.group_id, group.version, [])
+            SavedGroup(
+                group.group_id,
+                group.version,
+                list(group.samples),
+                [sample.saved() for sample_id, sample in group.samples.items() if self._states[sample_id] in _SETTLED],
+            )
             for group in self._groups.values()
         ]
 
@@ -271,14 +289,25 @@ class SampleStore:
         self._acknowledged = set(batch_ids)
         self.check()
 
-    def admit_ready(self, saved: SavedGroup) -> None:
-        """Take a finished group of an earlier process in, READY. Raises StoreError."""
-        samples = [Sample.restored(each, saved.group_id) for each in saved.samples]
-        self.admit(saved.group_id, samples, saved.version)
-        for sample in samples:
+    def admit_saved(self, saved: SavedGroup, missing: Sequence[Sample]) -> GroupState:
+        """Take a group of an earlier process in; returns READY if nothing of it is missing.
+
+        Args:
+            missing: the samples named by `saved.missing`; they are QUEUED, the finished ones rewarded.
+
+        Raises:
+            StoreError: as `admit`, or `missing` are not the samples that are missing.
+        """
+        if [sample.sample_id for sample in missing] != saved.missing:
+            raise StoreError(f"group {saved.group_id}: to be made again are {saved.missing}, and no others")
+        finished = [Sample.restored(each, saved.group_id) for each in saved.samples]
+        by_id = {sample.sample_id: sample for sample in (*finished, *missing)}
+        self.admit(saved.group_id, [by_id[sample_id] for sample_id in saved.sample_ids], saved.version)
+        for sample in finished:
             self.start(sample.sample_id)
             self.generated(sample.sample_id)
             self.rewarded(sample.sample_id)
+        return self._groups[saved.group_id].state
 
     def sample(self, sample_id: str) -> Sample:
         """A live sample. Raises StoreError."""

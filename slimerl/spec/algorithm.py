@@ -36,7 +36,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant_length"]
 
 _CLIP = dict.fromkeys(("clip_low", "clip_high"))
 _CORRECTION = dict.fromkeys(("correction", "proximal"))
-_KL_LOSS = dict.fromkeys(("kl_coef", "kl_estimator"))
+_KL_LOSS = dict.fromkeys(("kl_coef", "kl_estimator", "reference_refresh_steps"))
 _REWARD_KL = _KL_LOSS | {"kl_in": None}
 _COMMON = _CORRECTION | dict.fromkeys(("entropy_coef", "aggregation"))
 _STD = {"normalize_by_std": None}
@@ -157,6 +157,8 @@ class AlgorithmSpec(Strict):
     kl_in: Literal["loss", "reward"] = "loss"
     kl_estimator: KlEstimator = "k3+"
     """In the reward the default is k1."""
+    reference_refresh_steps: NonNegative = 0
+    """After so many steps the reference model becomes what the policy is then; 0: it stays the model of the start."""
     entropy_coef: Annotated[Real, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
 
@@ -190,6 +192,10 @@ class AlgorithmSpec(Strict):
     def compares_groups(self) -> bool:
         return self.name in COMPARES_GROUPS or (self.name == "custom" and self.advantage_function is None)
 
+    @property
+    def has_reference_model(self) -> bool:
+        return self.kl_coef > 0 or self.name == "dpo"
+
     @model_validator(mode="before")
     @classmethod
     def _only_what_is_read(cls, given: Any) -> Any:
@@ -217,6 +223,8 @@ class AlgorithmSpec(Strict):
             raise ValueError(
                 "algorithm.kl_estimator k3+ tells value and gradient apart, a reward has no gradient; use k1"
             )
+        if self.reference_refresh_steps and not self.kl_coef:
+            raise ValueError("algorithm.reference_refresh_steps: there is no reference model with algorithm.kl_coef 0")
         if self.aggregation == "constant_length" and self.loss_length_tokens is None:
             raise ValueError(
                 "algorithm.loss_length_tokens is missing: aggregation constant_length divides by it; "

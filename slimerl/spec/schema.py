@@ -191,8 +191,12 @@ class ClusterSpec(Strict):
     """The GPUs of the run; without CUDA it means nothing."""
 
     placement: Literal["colocated", "disaggregated"] = "colocated"
-    """colocated: engines share the trainer's GPUs. disaggregated: the GPUs behind the trainer's are theirs."""
+    """colocated: engines and trainer take turns on the same GPUs, and hand their memory to each other.
+    disaggregated: the GPUs behind the trainer's are the engines'."""
     gpus_per_node: Positive = 8
+    network: Literal["loopback", "hostname"] = "loopback"
+    """Where roles listen. loopback: all of them are on one machine. hostname: at the address of the machine's name,
+    where roles on other machines reach them; it must be a private network."""
     gpu_memory_gib: Annotated[Real, Field(gt=0)] = 80.0
     """Of one GPU, for `slimerl check --plan-only`; elsewhere the machine is asked."""
 
@@ -242,6 +246,7 @@ class DeadlineSpec(Strict):
     start_s: Seconds = 240.0
     request_s: Seconds = 300.0
     batch_s: Seconds = 1800.0
+    """For the samples of a step; engines that share the trainer's GPUs wait as long for its training."""
     sync_s: Seconds = 300.0
     checkpoint_s: Seconds = 1800.0
     """From the time when the next one is due, or the run ends."""
@@ -300,8 +305,32 @@ class RunSpec(Strict):
         return max(trainer, self.engine_gpus) if self.is_colocated else trainer + self.engine_gpus
 
     @property
+    def trainer_nodes(self) -> int:
+        """With the engines that share their GPUs."""
+        return -(-self.training.parallel.world_size // self.cluster.gpus_per_node)
+
+    @property
+    def engine_nodes(self) -> int:
+        """Beside the trainer's; disaggregated alone."""
+        return 0 if self.is_colocated else -(-self.engine_gpus // self.cluster.gpus_per_node)
+
+    @property
+    def nodes_per_engine(self) -> int:
+        return -(-self.engine.tensor_parallel // self.cluster.gpus_per_node)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of the trainer."""
+        return min(self.training.parallel.world_size, self.cluster.gpus_per_node)
+
+    @property
     def is_colocated(self) -> bool:
         return self.cluster.placement == "colocated"
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Where there are GPUs, trainer and engines take turns in their memory."""
+        return self.is_colocated and self.uses_engines
 
     def first_gpu(self, engine: int) -> int:
         """Of an engine, on its node: engine after engine, from the first GPU on or from behind the trainer's."""
@@ -326,6 +355,12 @@ class RunSpec(Strict):
             raise ValueError(
                 f"algorithm.overlong_limit_tokens = {self.algorithm.overlong_limit_tokens} is never reached: "
                 f"rollout.max_new_tokens = {rollout.max_new_tokens}"
+            )
+        refresh, every = self.algorithm.reference_refresh_steps, self.checkpoint.every_steps
+        if refresh and every % refresh:
+            raise ValueError(
+                f"checkpoint.every_steps = {every} is no multiple of algorithm.reference_refresh_steps = {refresh}: a "
+                "checkpoint keeps no second model, and a run that goes on there takes its reference from the policy"
             )
         new_tokens = max(rollout.max_new_tokens, self.evaluation.max_new_tokens or 0)
         longest = self.data.max_prompt_tokens + new_tokens

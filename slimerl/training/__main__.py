@@ -7,7 +7,7 @@ Ends with 0 when all steps are done, with 2 where spec, model or data cannot be 
 import logging
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,9 +86,10 @@ def run_rank(spec: RunSpec) -> None:
     from slimerl.training import assembly, parallel
     from slimerl.training.capabilities import detect
     from slimerl.training.checkpoint import resume
-    from slimerl.training.checkpoint.checkpointer import Checkpointer
+    from slimerl.training.checkpoint.checkpointer import Checkpointer, identity
     from slimerl.training.clock import SilentLog
-    from slimerl.training.loop import Run, train
+    from slimerl.training.loop import Run, Syncer, Turns, train
+    from slimerl.training.source import Source
 
     capabilities = detect()
     device = capabilities.device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -100,24 +101,34 @@ def run_rank(spec: RunSpec) -> None:
     grid = parallel.start(spec.training.parallel, capabilities, device, longest_s + COLLECTIVE_MARGIN_S, spec.seed)
     name = f"trainer-{grid.rank}"
     trace.start(spec.run_dir, name)
+    if assembly.shares_gpus(spec, capabilities):
+        with trace.span("wait for room"):
+            _wait_for_room(spec, grid.is_first)
     with trace.span("build"):
         policy = assembly.build_policy(spec, grid, capabilities)
+    source: Source
+    syncer: Syncer
+    turns: Turns | None = None
     if spec.uses_engines:
         client = _connected(spec) if grid.is_leader else None
         source, syncer = assembly.with_engines(spec, policy, client)
+        if assembly.shares_gpus(spec, capabilities):
+            syncer = turns = assembly.in_turns(spec, policy, syncer)
     else:
         source, syncer = assembly.without_engines(spec, policy)
     with trace.span("resume"):
-        resumed = resume.find(spec, grid)
+        same_run = identity(spec)
+        resumed = resume.find(spec, grid, same_run)
         if resumed is not None:
             resume.load(resumed, policy.state, spec, grid)
             source.restore(resumed.source_state())
     done = resumed.step if resumed is not None else 0
-    with _run_log(spec, resumed) if grid.is_first else nullcontext(SilentLog()) as log:
+    ending = closing(turns) if turns is not None else nullcontext()
+    with ending, _run_log(spec, resumed) if grid.is_first else nullcontext(SilentLog()) as log:
         resources = partial(_resources, spec.run_dir, ResourceMeter(spec.run_dir, name), grid.is_first)
         export = partial(policy.export, spec.export_dir)
-        checkpoints = Checkpointer(spec, policy.state, grid, source.state, done)
-        train(Run(spec, policy.trainer, source, syncer, log, export, resources, checkpoints, done))
+        checkpoints = Checkpointer(spec, policy.state, grid, source.state, same_run, done)
+        train(Run(spec, policy.trainer, source, syncer, log, export, resources, checkpoints, done, turns))
     # nobody leaves while the model is being written
     dist.barrier()
 
@@ -127,6 +138,15 @@ def _connected(spec: RunSpec) -> "RolloutClient":
 
     deadline = Deadline("the rollout role to announce itself", spec.deadlines.start_s)
     return RolloutClient.connect(spec.run_dir, deadline, spec.deadlines.request_s)
+
+
+def _wait_for_room(spec: RunSpec, is_first: bool) -> None:
+    """The engines leave the GPUs before anything of the model is there."""
+    from slimerl.training.colocated import wait_for_room
+
+    status = _connected(spec).status if is_first else None
+    deadline = Deadline("the engines to leave the GPUs to the trainer", spec.deadlines.start_s)
+    wait_for_room(status, spec.engine.replicas, deadline)
 
 
 def _resources(run_dir: Path, meter: ResourceMeter, is_first: bool) -> dict[str, float]:

@@ -7,6 +7,7 @@ source and syncer of its algorithm.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +34,10 @@ from slimerl.training.sft_data import RowSource, load_tokenizer, read_samples
 from slimerl.training.source import Source
 from slimerl.training.step import PolicyTrainer
 from slimerl.training.weights import ModelMap, export_weights, load_weights, model_map
+
+if TYPE_CHECKING:
+    from slimerl.resharding.sync import WeightSyncer
+    from slimerl.training.colocated import ColocatedSyncer
 
 
 @dataclass(frozen=True)
@@ -81,19 +86,35 @@ def build_policy(spec: RunSpec, grid: Grid, capabilities: Capabilities) -> Polic
     optimizer = build_optimizer(spec.training.optimizer, chunks, config.params_dtype)
     schedule = build_schedule(spec.training.optimizer, spec.training.steps, optimizer)
     algorithm = algorithm_of(spec.algorithm)
-    trainer = PolicyTrainer(chunks, optimizer, schedule, algorithm, grid)
+    refresh_steps = spec.algorithm.reference_refresh_steps
+    trainer = PolicyTrainer(chunks, optimizer, schedule, algorithm, grid, refresh_steps)
     batching = build_batching(spec, grid, capabilities, arguments)
     state = TrainedState(chunks, optimizer, schedule)
     return Policy(trainer, state, chunks, arguments, algorithm, where, grid, batching, spec.model.path)
 
 
-def with_engines(spec: RunSpec, policy: Policy, client: RolloutClient | None) -> tuple[Source, Syncer]:
+def shares_gpus(spec: RunSpec, capabilities: Capabilities) -> bool:
+    """Trainer and engines take turns in the memory of the same GPUs."""
+    return capabilities.cuda and spec.shares_gpus
+
+
+def with_engines(spec: RunSpec, policy: Policy, client: RolloutClient | None) -> tuple[Source, "WeightSyncer"]:
     """For algorithms that sample; `client` on the leaders of replicas."""
     # the engine's client library is not needed for supervised fine-tuning
     from slimerl.training.weight_sync import build_syncer
 
     syncer = build_syncer(spec, policy.chunks, policy.map, policy.grid, client)
     return RolloutSource(spec, policy.grid, policy.algorithm, policy.batching, client), syncer
+
+
+def in_turns(spec: RunSpec, policy: Policy, syncer: "WeightSyncer") -> "ColocatedSyncer":
+    """In place of that syncer where the engines share the trainer's GPUs; called on every rank."""
+    from slimerl.training.colocated import ColocatedSyncer
+    from slimerl.training.hand_over import TrainerParts, share_problems
+
+    parts = TrainerParts(policy.chunks, policy.state.optimizer)
+    lease_s = spec.deadlines.batch_s + spec.deadlines.sync_s
+    return ColocatedSyncer(syncer, parts, share_problems, lease_s, policy.grid.is_first)
 
 
 def without_engines(spec: RunSpec, policy: Policy) -> tuple[Source, Syncer]:

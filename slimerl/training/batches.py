@@ -7,7 +7,7 @@ last sampled token, that token itself included, predicts nothing and is not comp
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -50,10 +50,13 @@ class MicroBatch:
         wanted: positions of this rank, and the tokens that are asked for there.
         places: for each wanted token its place among the pack's sampled tokens; None: all, in order.
         behavior_logprobs: [sampled tokens of the pack].
-        advantages: [sampled tokens of the pack].
+        advantages: [sampled tokens of the pack]; those of the samples, or, where advantages differ from token to
+            token, the samples' outcomes until these are known.
         sequence: [sampled tokens of the pack], the sample of each, counted within the pack, ascending.
         totals: of the minibatch.
         computed_tokens: of the whole pack, padding included.
+        proximal_logprobs, reference_logprobs: [sampled tokens of the pack], where they are asked for and known (on the
+            last pipeline stage), from the start of the step on.
     """
 
     tokens: torch.Tensor
@@ -67,6 +70,8 @@ class MicroBatch:
     totals: BatchTotals
     computed_tokens: int
     padding_tokens: int
+    proximal_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
 
     @property
     def sampled_tokens(self) -> int:
@@ -107,6 +112,13 @@ def pack(
         computed_tokens=laid.total,
         padding_tokens=laid.total - len(line.tokens),
     )
+
+
+def pack_nothing(device: torch.device) -> MicroBatch:
+    """No tokens, with everything that may be asked for: what a rank that knows no log-probabilities names figures
+    with."""
+    nothing = pack([], 1.0, PackForm(device=device))
+    return replace(nothing, proximal_logprobs=nothing.advantages, reference_logprobs=nothing.advantages)
 
 
 @dataclass(frozen=True)

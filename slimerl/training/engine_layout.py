@@ -12,7 +12,7 @@ from slimerl.resharding.families import BlockScales, Form
 from slimerl.resharding.layouts import EngineLayout
 from slimerl.spec import RunSpec
 from slimerl.spec.schema import EngineSpec
-from slimerl.training.model_config import read_config
+from slimerl.training.model_config import model_arguments, read_config
 
 Config = Mapping[str, Any]
 
@@ -38,11 +38,12 @@ def engine_form(config: Config) -> Form:
     return Form(scales=BlockScales.of(config))
 
 
-STORAGE_KEYS = ("quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
-"""Keys of a `config.json` in which a model and its quantised form may differ."""
+def differences(config: Config, served: Config) -> list[str]:
+    """In what the models of two `config.json` differ, but for how numbers are stored: Megatron's names.
 
-
-def differing_keys(config: Config, engine: Config) -> list[str]:
-    """Keys of the two `config.json` that say something different of the model itself."""
-    keys = sorted((config.keys() | engine.keys()) - set(STORAGE_KEYS))
-    return [key for key in keys if config.get(key) != engine.get(key)]
+    Raises UnsupportedModel: one of them is no model that can be built.
+    """
+    plain = {key: value for key, value in served.items() if key != "quantization_config"}
+    ours, theirs = (vars(made) | dict(made.transformer) for made in map(model_arguments, (config, plain)))
+    keys = sorted((ours.keys() | theirs.keys()) - {"transformer"})
+    return [key for key in keys if ours.get(key) != theirs.get(key)]

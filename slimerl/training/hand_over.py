@@ -2,16 +2,19 @@
 
 Flows in: the trainer's wrapped chunks and optimizer, the engines. Flows out: nothing but moved memory.
 Invariants: at every moment one side has the memory of a part; what the trainer gets back is bit for bit what it gave
-away (gradients: zeros). A step out of order, or while communication runs, is refused before anything is moved.
+away (gradients: zeros). A step out of order, or while communication runs, is refused before anything is moved; where
+one fails, every rank learns of it and has its state whole.
 
     TRAINING --begin_sync--> SYNCING --begin_generation--> GENERATING --begin_training--> TRAINING
     trainer: all             weights                       nothing                        all
     engines: nothing         weights                       weights, KV cache              nothing
 
 Every method is called on every trainer rank; the first rank alone speaks to the engines, between the moves of all.
+Who holds the engines meanwhile, and when the turns are: `colocated.py`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -20,6 +23,11 @@ import torch.distributed as dist
 
 from slimerl.engine.protocol import MemoryTag
 from slimerl.training.fused_adam import inner_optimizers
+
+logger = logging.getLogger(__name__)
+
+Share = Callable[[str | None], list[str]]
+"""Gives every rank the problems of all; returns once every rank has called it."""
 
 
 class Phase(StrEnum):
@@ -38,16 +46,25 @@ class TrainerBusy(RuntimeError):
     """The trainer's memory is still being read or written."""
 
 
+class NotCopied(RuntimeError):
+    """Bytes that are to be kept would be lost."""
+
+
 class HandOverFailed(RuntimeError):
     """Memory could not be moved; end the run, and resume from its checkpoint."""
 
 
-class EngineMemory(Protocol):
-    """`EngineFleet`: gives up or takes back memory in every engine, and returns when it has."""
+class SharingEngines(Protocol):
+    """The engines on the trainer's GPUs, all at once (`colocated.LeasedEngines`). Every call returns when all that are
+    left have done it, and raises a RuntimeError when none is left."""
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None: ...
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None: ...
+
+    def serve(self) -> None:
+        """Generate again, with the weights that were synced."""
+        ...
 
 
 class StowedStorage:
@@ -60,11 +77,19 @@ class StowedStorage:
         self._keep = keep
         self._nbytes = storage.nbytes()
         self._host: torch.Tensor | None = None
+        self._copied = False
+        """The host has what the storage holds now."""
+        self.stowed = False
 
     @property
     def nbytes(self) -> int:
         """Of the device, when not stowed."""
         return self._nbytes
+
+    @property
+    def address(self) -> int:
+        """On the device; 0 when stowed."""
+        return self._storage.data_ptr()
 
     def copy_out(self) -> None:
         """Start the copy to the host; `free` after the device has been synchronised."""
@@ -74,34 +99,58 @@ class StowedStorage:
             pinned = self._storage.device.type == "cuda"
             self._host = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._host.copy_(self._bytes(), non_blocking=True)
+        self._copied = True
 
     def free(self) -> None:
+        """Raises NotCopied: the bytes are to be kept, and only the device has them."""
+        self._check_copied("cannot be freed")
         self._storage.resize_(0)
+        self.stowed = True
 
     def restore(self) -> None:
+        """Raises NotCopied: the host does not have what the storage held."""
+        if not self.stowed:
+            raise NotCopied(f"a storage of {self._nbytes} bytes cannot be restored: it was not stowed")
+        self._check_copied("cannot be restored")
         self._storage.resize_(self._nbytes)
         if self._host is None:
             self._bytes().zero_()
         else:
             self._bytes().copy_(self._host, non_blocking=True)
+        self.stowed = self._copied = False
+
+    def _check_copied(self, problem: str) -> None:
+        if self._keep and not self._copied:
+            raise NotCopied(f"a storage of {self._nbytes} bytes {problem}: it was not copied to the host (copy_out)")
 
     def _bytes(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage, 0, (self._nbytes,))  # type: ignore[call-overload]
 
 
-class TrainerMemory:
+class TrainerParts:
     """What this rank can give away, in three parts. Megatron's own moves (`offload_to_cpu`) are not used: they
     replace the optimizer's tensors, which in float32 are views of the weights, and updates would miss the model."""
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """`chunks`: wrapped for training. Adam's moments exist from the first step on: make this after it, or they
-        stay on the device."""
-        self._chunks = chunks
-        buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        """`chunks`: wrapped for training."""
+        self._chunks, self._optimizer = chunks, optimizer
+        self.weights: list[StowedStorage] = []
+        self.gradients: list[StowedStorage] = []
+        self.optimizer: list[StowedStorage] = []
+
+    def find(self) -> None:
+        """Look where everything lies, while it is on the device; anew each time: Adam's moments come into being with
+        the first step, and a checkpoint that is loaded may bring new ones."""
+        known = {each.address: each for each in self.all}
+        buffers = [b for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         taken: set[int] = set()
-        self.weights = _storages((b.param_data for b in buffers), taken, keep=True)
-        self.gradients = _storages((b.grad_data for b in buffers), taken, keep=False)
-        self.optimizer = _storages(_optimizer_tensors(optimizer), taken, keep=True)
+        self.weights = _storages((b.param_data for b in buffers), known, taken, keep=True)
+        self.gradients = _storages((b.grad_data for b in buffers), known, taken, keep=False)
+        self.optimizer = _storages(_optimizer_tensors(self._optimizer), known, taken, keep=True)
+
+    @property
+    def all(self) -> list[StowedStorage]:
+        return [*self.weights, *self.optimizer, *self.gradients]
 
     def check_idle(self) -> None:
         """Raises TrainerBusy while gradients are being reduced or parameters gathered."""
@@ -136,77 +185,99 @@ def restore(storages: Sequence[StowedStorage]) -> None:
 class HandOver:
     """The turns of trainer and engines; see the module."""
 
-    def __init__(
-        self, memory: TrainerMemory, engines: EngineMemory | None, broadcast: Callable[[list[str | None]], None]
-    ) -> None:
+    def __init__(self, parts: TrainerParts, engines: SharingEngines | None, share: Share) -> None:
         """
         Args:
             engines: on the first rank; None on the others. They must have released everything already, before the
                 trainer's model was built.
-            broadcast: gives every rank the first rank's list of one entry (`first_rank_tells`).
+            share: `share_problems`.
         """
-        self._memory = memory
+        self._parts = parts
         self._engines = engines
-        self._broadcast = broadcast
+        self._share = share
         self.phase = Phase.TRAINING
 
     def begin_sync(self) -> int:
         """After a training step: the engines get room for their weights. Returns the bytes that the trainer freed."""
-
-        def move() -> int:
-            freed = stow([*self._memory.optimizer, *self._memory.gradients])
-            self._ask_engines(lambda engines: engines.resume_memory([MemoryTag.WEIGHTS]))
-            return freed
-
-        return self._turn(Phase.TRAINING, Phase.SYNCING, move)
-
-    def begin_generation(self) -> int:
-        """After the sync: the engines get room for their KV cache. Returns the bytes that the trainer freed."""
-
-        def move() -> int:
-            freed = stow(self._memory.weights)
-            self._ask_engines(lambda engines: engines.resume_memory([MemoryTag.KV_CACHE]))
-            return freed
-
-        return self._turn(Phase.SYNCING, Phase.GENERATING, move)
-
-    def begin_training(self) -> None:
-        """After the last token of a step: the engines, which must have been paused, give their memory back."""
-
-        def move() -> int:
-            self._ask_engines(lambda engines: engines.release_memory([MemoryTag.KV_CACHE, MemoryTag.WEIGHTS]))
-            restore([*self._memory.weights, *self._memory.optimizer, *self._memory.gradients])
-            return 0
-
-        self._turn(Phase.GENERATING, Phase.TRAINING, move)
-
-    def _turn(self, start: Phase, end: Phase, move: Callable[[], int]) -> int:
-        if self.phase is not start:
-            raise OutOfOrder(f"memory cannot pass from {start} to {end}: the phase is {self.phase}")
-        self._memory.check_idle()
-        self.phase = Phase.FAILED
-        freed = move()
-        self.phase = end
+        self._check(Phase.TRAINING, Phase.SYNCING)
+        self._parts.find()
+        freed = self._stow([*self._parts.optimizer, *self._parts.gradients])
+        self._ask(lambda engines: engines.resume_memory([MemoryTag.WEIGHTS]))
+        self.phase = Phase.SYNCING
         return freed
 
-    def _ask_engines(self, call: Callable[[EngineMemory], None]) -> None:
-        """On the first rank, once every rank has moved its own; all ranks learn of a failure."""
-        problem: list[str | None] = [None]
-        self._broadcast(problem)  # every rank is here: none still holds what the engines are about to take
-        if self._engines is not None:
-            try:
-                call(self._engines)
-            except RuntimeError as error:  # of the fleet; the other ranks wait to hear of it
-                problem = [f"{type(error).__name__}: {error}"]
-        self._broadcast(problem)
-        if problem[0] is not None:
-            raise HandOverFailed(f"the engines did not take part in the hand-over of memory: {problem[0]}")
+    def begin_generation(self) -> int:
+        """After the sync: the engines get room for their KV cache, and go on. Returns the bytes that the trainer
+        freed."""
+        self._check(Phase.SYNCING, Phase.GENERATING)
+        freed = self._stow(self._parts.weights)
+
+        def go_on(engines: SharingEngines) -> None:
+            engines.resume_memory([MemoryTag.KV_CACHE])
+            engines.serve()
+
+        self._ask(go_on)
+        self.phase = Phase.GENERATING
+        return freed
+
+    def begin_training(self) -> None:
+        """After the last token of a step: the engines, which must be held, give their memory back."""
+        self._check(Phase.GENERATING, Phase.TRAINING)
+        self._ask(lambda engines: engines.release_memory([MemoryTag.KV_CACHE, MemoryTag.WEIGHTS]))
+        self._all_succeed(_problem_of(lambda: restore(self._parts.all)))
+        self.phase = Phase.TRAINING
+
+    def fail(self, problem: str) -> None:
+        """In place of the rest of a turn, on a rank that cannot go on: the others, which are at their next one or will
+        be, raise HandOverFailed there. The trainer has its memory back then, as far as the device has room."""
+        self.phase = Phase.FAILED
+        self._share(problem)
+        self._take_back()
+
+    def _check(self, start: Phase, end: Phase) -> None:
+        if self.phase is not start:
+            raise OutOfOrder(f"memory cannot pass from {start} to {end}: the phase is {self.phase}")
+        self._parts.check_idle()
+        self.phase = Phase.FAILED  # until the turn has succeeded
+
+    def _stow(self, storages: Sequence[StowedStorage]) -> int:
+        """On every rank: none holds what the engines are about to take when this returns."""
+        self._all_succeed(_problem_of(lambda: stow(storages)))
+        return sum(storage.nbytes for storage in storages)
+
+    def _ask(self, call: Callable[[SharingEngines], None]) -> None:
+        """On the first rank; all ranks learn of a failure."""
+        engines = self._engines
+        problem = None if engines is None else _problem_of(lambda: call(engines))
+        self._all_succeed(problem and f"the engines did not take part: {problem}")
+
+    def _all_succeed(self, problem: str | None) -> None:
+        """Raises HandOverFailed on every rank if one has a problem; the trainer has its memory back then."""
+        if found := self._share(problem):
+            self._take_back()
+            raise HandOverFailed(f"memory could not be handed over: {'; '.join(found)}")
+
+    def _take_back(self) -> None:
+        """What cannot be restored, since the engines have its room, stays whole in host memory."""
+        stowed = [each for each in self._parts.all if each.stowed]
+        if problem := _problem_of(lambda: restore(stowed)):
+            logger.error("the trainer's memory did not come back from the host: %s", problem)
 
 
-def first_rank_tells(message: list[str | None]) -> None:
-    """`broadcast` of a run: returns once all ranks have called it."""
-    dist.barrier()
-    dist.broadcast_object_list(message, src=0)
+def share_problems(problem: str | None) -> list[str]:
+    """The problems of all ranks; returns once every rank has called it."""
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    return [f"rank {rank}: {each}" for rank, each in enumerate(found) if each is not None]
+
+
+def _problem_of(move: Callable[[], object]) -> str | None:
+    """What it raised, for the other ranks to hear of: of the fleet, the device (out of memory) or the host."""
+    try:
+        move()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -218,8 +289,14 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
 
 
-def _storages(tensors: Iterator[torch.Tensor | None], taken: set[int], keep: bool) -> list[StowedStorage]:
-    """The storages of these tensors, each once, without those in `taken`, to which they are added."""
+def _storages(
+    tensors: Iterator[torch.Tensor | None], known: Mapping[int, StowedStorage], taken: set[int], keep: bool
+) -> list[StowedStorage]:
+    """The storages of these tensors, each once, without those in `taken`, to which they are added.
+
+    Args:
+        known: by address, from an earlier look; they have their place in host memory already.
+    """
     found = []
     for tensor in tensors:
         if tensor is None:
@@ -227,7 +304,9 @@ def _storages(tensors: Iterator[torch.Tensor | None], taken: set[int], keep: boo
         storage = tensor.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in taken:
             taken.add(storage.data_ptr())
-            found.append(StowedStorage(storage, keep))
+            earlier = known.get(storage.data_ptr())
+            same = earlier is not None and earlier.nbytes == storage.nbytes()
+            found.append(earlier if earlier is not None and same else StowedStorage(storage, keep))
     return found
 
 

@@ -5,12 +5,14 @@ Invariant: after step i the policy has version i, and what serves version i has 
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from slimerl.spec import RunSpec
 from slimerl.training.alarms import Alarms
+from slimerl.training.checkpoint.write import SaveFailed
 from slimerl.training.clock import Log, StepClock
 from slimerl.training.source import Source
 from slimerl.training.step import PolicyTrainer
@@ -31,7 +33,24 @@ class NoEngines:
         return {}
 
 
+class Turns(Protocol):
+    """Trainer and engines take turns in the memory of the same GPUs; the syncer gives it to the engines."""
+
+    def before_training(self, version: int) -> None:
+        """The trainer takes its memory back, for the step after which the weights are `version`."""
+        ...
+
+    def close(self) -> None:
+        """At the end of the run."""
+        ...
+
+
 class Checkpoints(Protocol):
+    @property
+    def stopping(self) -> bool:
+        """The run was asked to end with the checkpoint of this step."""
+        ...
+
     def trained(self, step: int) -> None:
         """The weights are those of `step`; nothing of the next one has begun."""
         ...
@@ -51,6 +70,8 @@ class Checkpoints(Protocol):
 
 class NoCheckpoints:
     """Of a run that keeps none."""
+
+    stopping = False
 
     def trained(self, step: int) -> None: ...
 
@@ -76,19 +97,31 @@ class Run:
     checkpoints: Checkpoints = field(default_factory=NoCheckpoints)
     done_steps: int = 0
     """That the weights have seen already; their record is there."""
+    turns: Turns | None = None
+    """None: trainer and engines have memory of their own."""
 
 
 def train(run: Run) -> None:
-    """Run all steps of the spec that are not done yet, then export the model."""
+    """Run all steps of the spec that are not done yet, then export the model; asked to stop, end with a checkpoint.
+
+    Raises:
+        SaveFailed: by checkpoint.on_failure; where it happens at the last step, once the model is exported.
+    """
     clock, alarms = StepClock(run.log), Alarms(run.spec.model.dtype, run.log)
     steps = run.spec.training.steps
+    at_the_end = _Deferred()
     _begin(run, clock)
     for step in range(run.done_steps + 1, steps + 1):
         batch = run.source.take(step, clock)
+        _take_memory_back(run, clock, step)
         with clock(step, "train"):
             figures = dict(batch.figures) | run.trainer.step(batch.minibatches)
         run.source.trained(step)
-        run.checkpoints.trained(step)
+        with at_the_end.unless(step < steps):
+            run.checkpoints.trained(step)
+        if run.turns is not None:
+            # while the trainer has its memory; it is complete at the next step, after this one's record
+            _checkpoint(run, clock, step, at_the_end)
         figures |= _publish(run, clock, version=step)
         figures |= clock.take()
         if _evaluation_due(run.spec, step):
@@ -98,12 +131,39 @@ def train(run: Run) -> None:
         figures |= run.checkpoints.take_figures()
         figures |= alarms.check(step, figures)
         run.log.metrics(step, figures)
-        # after the record: what a checkpoint has seen, the record has
-        with clock(step, "checkpoint"):
-            run.checkpoints.after_step(step)
+        if run.turns is None:
+            # after the record: what a checkpoint has seen, the record has
+            _checkpoint(run, clock, step, at_the_end)
+        if run.checkpoints.stopping and step < steps:
+            run.checkpoints.close()
+            return
+    _take_memory_back(run, clock, steps)
     with clock(steps, "export"):
-        run.checkpoints.close()
+        with at_the_end.unless(False):
+            run.checkpoints.close()
         run.export()
+    at_the_end.raise_it()
+
+
+class _Deferred:
+    """A checkpoint that fails when all steps are done must not cost the model."""
+
+    def __init__(self) -> None:
+        self._failure: SaveFailed | None = None
+
+    @contextmanager
+    def unless(self, at_once: bool) -> Iterator[None]:
+        try:
+            yield
+        except SaveFailed as failure:
+            if at_once:
+                raise
+            self._failure = failure
+
+    def raise_it(self) -> None:
+        """The last failure, if there was one."""
+        if self._failure is not None:
+            raise self._failure
 
 
 def _begin(run: Run, clock: StepClock) -> None:
@@ -119,6 +179,17 @@ def _publish(run: Run, clock: StepClock, version: int) -> dict[str, float]:
     with clock(version, "sync"):
         seconds = run.syncer.sync(version)
     return {f"sync/{phase}_s": each for phase, each in seconds.items()}
+
+
+def _take_memory_back(run: Run, clock: StepClock, version: int) -> None:
+    if run.turns is not None:
+        with clock(version, "hand over"):
+            run.turns.before_training(version)
+
+
+def _checkpoint(run: Run, clock: StepClock, step: int, at_the_end: _Deferred) -> None:
+    with clock(step, "checkpoint"), at_the_end.unless(step < run.spec.training.steps):
+        run.checkpoints.after_step(step)
 
 
 def _evaluate(run: Run, clock: StepClock, step: int) -> dict[str, float]:

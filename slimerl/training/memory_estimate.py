@@ -60,10 +60,17 @@ class TrainerMemory:
     activations: int
     logits: int
     runtime: int
+    reference: int
+    """The reference model's weights. On a machine with CUDA they lie in host memory instead, and are not in here."""
 
     @property
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self)[2:])
+
+    @property
+    def kept(self) -> int:
+        """On a GPU that it shares with an engine, while that has the rest (`hand_over.py`)."""
+        return self.runtime
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,11 @@ class EngineMemory:
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self)[1:])
 
+    @property
+    def kept(self) -> int:
+        """On a GPU that it shares with a trainer, while that has the rest."""
+        return self.workspace + self.runtime
+
 
 def trainer_memory(
     config: Mapping[str, Any],
@@ -92,6 +104,7 @@ def trainer_memory(
     recompute: str = "none",
     fused: bool = False,
     cuda: bool = False,
+    reference: bool = False,
 ) -> TrainerMemory:
     """The rank that takes most, over the pipeline stages (ranks of one stage take the same).
 
@@ -100,6 +113,7 @@ def trainer_memory(
         recompute: "full" keeps the input of each layer, and one layer's numbers while its gradient is computed;
             "selective" changes nothing here, since the attention matrix is not kept anyway.
         fused: Transformer Engine's kernels.
+        reference: the algorithm needs a reference model (`reference.py`).
 
     Raises:
         ConfigError, LayoutError: the model has no table, or cannot be cut like that.
@@ -130,6 +144,7 @@ def trainer_memory(
                 activations=activations,
                 logits=logits,
                 runtime=DEVICE_RUNTIME_BYTES if cuda else TRAINER_RUNTIME_BYTES + kept,
+                reference=(dense + experts) * dtype.itemsize if reference and not cuda else 0,
             )
         )
     return max(found, key=lambda memory: memory.total)

@@ -8,7 +8,9 @@ from dataclasses import fields
 from slimerl.algorithms import algorithm_of
 from slimerl.spec.schema import AlgorithmSpec
 
-SUPPLIED = frozenset({"sequences", "entropy_gradient", "lengths"})
+SUPPLIED = frozenset(
+    {"sequences", "entropy_gradient", "lengths", "reference", "proximal", "token_advantages", "whitening"}
+)
 """Fields of `Needs` that the training loop fills."""
 
 
@@ -16,13 +18,7 @@ def unsupplied(spec: AlgorithmSpec) -> list[str]:
     """Empty where the algorithm can be trained. Raises CustomFunctionError."""
     needs = algorithm_of(spec).needs
     lacking = [each.name for each in fields(needs) if getattr(needs, each.name) and each.name not in SUPPLIED]
-    lines = []
-    if lacking:
-        what = ", ".join(name.replace("_", " ") for name in lacking)
-        lines.append(f"algorithm.name = {spec.name} with these options needs {what}, which the trainer does not supply")
-    if spec.dynamic_sampling_rounds:
-        lines.append(
-            f"algorithm.dynamic_sampling_rounds = {spec.dynamic_sampling_rounds}: groups are not replaced yet; set it "
-            "to 0"
-        )
-    return lines
+    if not lacking:
+        return []
+    what = ", ".join(name.replace("_", " ") for name in lacking)
+    return [f"algorithm.name = {spec.name} with these options needs {what}, which the trainer does not supply"]

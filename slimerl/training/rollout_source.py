@@ -39,7 +39,10 @@ class RolloutSource:
         with clock(step, "fetch"):
             metas = manifest.samples
             with trace.span("advantages"):
-                advantages, figures = self._algorithm.advantages(
+                # where they differ from token to token, the trainer makes them of the samples' outcomes
+                by_token = self._algorithm.needs.token_advantages
+                score = self._algorithm.outcomes if by_token else self._algorithm.advantages
+                advantages, figures = score(
                     [meta.reward for meta in metas],
                     [meta.group_id for meta in metas],
                     [meta.response_length for meta in metas],

@@ -5,6 +5,8 @@ Invariant: sums are added up and divided once, by the number of tokens of all ra
 depend on the split.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from slimerl.algorithms import LossTerms
@@ -23,14 +25,18 @@ class Statistics:
         self._counts = {_SAMPLED: 0, _COMPUTED: 0, _PADDING: 0}
 
     def add(self, terms: LossTerms, micro_batch: MicroBatch) -> None:
-        for name, values in terms.means.items():
-            self._sums[name] = self._sums.get(name, 0) + values.detach().double().sum()
+        self.add_means(terms.means)
         for name, values in terms.maxima.items():
             highest = values.detach().double().max() if values.numel() else values.new_zeros((), dtype=torch.float64)
             self._maxima[name] = torch.maximum(self._maxima.get(name, highest), highest)
         self._counts[_SAMPLED] += micro_batch.sampled_tokens
         self._counts[_COMPUTED] += micro_batch.computed_tokens
         self._counts[_PADDING] += micro_batch.padding_tokens
+
+    def add_means(self, means: Mapping[str, torch.Tensor]) -> None:
+        """Further [tokens] tensors of tokens that `add` counts."""
+        for name, values in means.items():
+            self._sums[name] = self._sums.get(name, 0) + values.detach().double().sum()
 
     def reduced(self, counts_here: bool) -> dict[str, float]:
         """The figures over all ranks; `counts_here`: this rank adds its sums (one rank of each replica does)."""

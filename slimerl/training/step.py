@@ -6,9 +6,9 @@ tokens over all ranks), however it is split over micro-batches and ranks: each m
 data-parallel reduction adds, and Megatron's finalize_model_grads divides once by the all-reduced number of tokens.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slimerl.algorithms import Algorithm, TokenBatch
 from slimerl.telemetry import trace
-from slimerl.training.batches import MicroBatch, PackForm, pack
+from slimerl.training.batches import MicroBatch, pack_nothing
 from slimerl.training.context import whole_pack
 from slimerl.training.parallel import Grid
+from slimerl.training.reference import ReferenceModel
 from slimerl.training.statistics import Statistics
+from slimerl.training.token_advantages import with_token_advantages
 
 LossFunction = Callable[[Any], tuple[torch.Tensor, torch.Tensor, Any]]
 
@@ -33,9 +35,17 @@ class PolicyTrainer:
     """Owns the model chunks, the optimizer and the schedule of this rank. Every method is called on every rank."""
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], optimizer: Any, schedule: Any, algorithm: Algorithm, grid: Grid
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        schedule: Any,
+        algorithm: Algorithm,
+        grid: Grid,
+        reference_refresh_steps: int = 0,
     ) -> None:
+        """Where the algorithm needs a reference model, it is what the chunks hold now."""
         self.chunks = list(chunks)
+        self._reference = ReferenceModel(chunks, reference_refresh_steps) if algorithm.needs.reference else None
         self._optimizer = optimizer
         self._schedule = schedule
         self._algorithm = algorithm
@@ -47,8 +57,9 @@ class PolicyTrainer:
     def step(self, minibatches: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
         """One optimizer update per minibatch.
 
-        With several minibatches the proximal log-probabilities are computed first, with the weights at the start of
-        the step; with one they equal the policy's own, and no pass is spent on them.
+        What an algorithm needs of the start of the step comes first, with the weights there: log-probabilities of the
+        reference model, advantages of the tokens, proximal log-probabilities. With one minibatch these equal the
+        policy's own, and no pass is spent on them but where the advantages need them.
 
         Returns:
             Figures of the whole step, the same on every rank (`train/…`, `agreement/…`).
@@ -56,15 +67,12 @@ class PolicyTrainer:
         Raises:
             NotFinite: the gradient norm is infinite or not a number.
         """
+        minibatches = self._with_logprobs(minibatches)
         self._schedule.step(1)
-        proximal: list[list[torch.Tensor] | None] = [None] * len(minibatches)
-        if len(minibatches) > 1:
-            proximal = [self.logprobs(minibatch) for minibatch in minibatches]
         statistics = Statistics()
-        norms = [
-            self._update(minibatch, at_start, statistics)
-            for minibatch, at_start in zip(minibatches, proximal, strict=True)
-        ]
+        if self._algorithm.needs.token_advantages:
+            minibatches = with_token_advantages(minibatches, self._algorithm, self._grid, statistics)
+        norms = [self._update(minibatch, statistics) for minibatch in minibatches]
         figures = statistics.reduced(counts_here=self._grid.speaks_for_replica)
         figures["train/grad_norm"] = math.fsum(norms) / len(norms)
         figures["train/lr"] = self._optimizer.param_groups[0]["lr"]
@@ -84,15 +92,37 @@ class PolicyTrainer:
         with trace.span("logprobs"):
             return self._run(micro_batches, lambda index: partial(keep, micro_batches[index]), forward_only=True)
 
-    def _update(
-        self, micro_batches: Sequence[MicroBatch], proximal: list[torch.Tensor] | None, statistics: Statistics
-    ) -> float:
+    def _with_logprobs(self, minibatches: Sequence[Sequence[MicroBatch]]) -> Sequence[Sequence[MicroBatch]]:
+        """The micro-batches with the log-probabilities that are needed before the first update."""
+        if len(minibatches) > 1 or self._algorithm.needs.proximal:
+            minibatches = self._noted(minibatches, lambda each, found: replace(each, proximal_logprobs=found))
+        if self._reference is not None:
+            self._reference.refresh(self._schedule.num_steps)
+            with trace.span("reference"), self._reference.turn():
+                minibatches = self._noted(minibatches, lambda each, found: replace(each, reference_logprobs=found))
+        return minibatches
+
+    def _noted(
+        self,
+        minibatches: Sequence[Sequence[MicroBatch]],
+        note: Callable[[MicroBatch, torch.Tensor], MicroBatch],
+    ) -> Sequence[Sequence[MicroBatch]]:
+        """The micro-batches with the log-probabilities under the weights in place, on the last stage."""
+        found = [self.logprobs(minibatch) for minibatch in minibatches]
+        if not self._grid.is_last_stage:
+            return minibatches
+        return [
+            [note(each, logprobs) for each, logprobs in zip(minibatch, of_each, strict=True)]
+            for minibatch, of_each in zip(minibatches, found, strict=True)
+        ]
+
+    def _update(self, micro_batches: Sequence[MicroBatch], statistics: Statistics) -> float:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self._optimizer.zero_grad()
 
         def loss_of(index: int) -> LossFunction:
-            return partial(self._loss, micro_batches[index], proximal[index] if proximal else None, statistics)
+            return partial(self._loss, micro_batches[index], statistics)
 
         with trace.span("forward and backward"):
             self._run(micro_batches, loss_of, forward_only=False)
@@ -108,8 +138,9 @@ class PolicyTrainer:
         return norm
 
     def _loss(
-        self, micro_batch: MicroBatch, proximal: torch.Tensor | None, statistics: Statistics, output: Any
+        self, micro_batch: MicroBatch, statistics: Statistics, output: Any
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        proximal = micro_batch.proximal_logprobs
         logprobs, entropy = (self._whole(each, micro_batch) for each in output)
         tokens = TokenBatch(
             policy_logprobs=logprobs,
@@ -119,11 +150,12 @@ class PolicyTrainer:
             sequence=micro_batch.sequence,
             sequences=micro_batch.sequences,
             totals=micro_batch.totals,
+            reference_logprobs=micro_batch.reference_logprobs,
             entropy=entropy,
         )
         terms = self._algorithm.loss(tokens)
         own = {"train/loss": terms.per_token, "train/entropy": entropy}
-        statistics.add(dataclasses.replace(terms, means=terms.means | own), micro_batch)
+        statistics.add(replace(terms, means=terms.means | own), micro_batch)
         # every context-parallel rank knows all tokens; they are counted once
         counted = micro_batch.sampled_tokens if self._grid.place.context == 0 else 0
         return terms.per_token.sum(), _count(counted, logprobs.device), None
@@ -136,9 +168,8 @@ class PolicyTrainer:
 
     def _name_figures(self, statistics: Statistics) -> None:
         """Where no loss is known, the figures of no tokens: all ranks must add up the same names."""
-        device = self._grid.device
-        nothing = torch.zeros(0, device=device)
-        self._loss(pack([], 1.0, PackForm(device=device)), None, statistics, (nothing, nothing))
+        nothing = pack_nothing(self._grid.device)
+        self._loss(nothing, statistics, (nothing.advantages, nothing.advantages))
 
     def _run(
         self, micro_batches: Sequence[MicroBatch], loss_of: Callable[[int], LossFunction], forward_only: bool

@@ -4,7 +4,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from slimerl.conductor.versions import ENGINE_PINS, TRAINER_PINS, version_fault
 from slimerl.engine.launcher import Device, server_arguments
 from slimerl.spec import load_spec
 from slimerl.training.capabilities import Capabilities
-from slimerl.training.memory_estimate import GIB
+from slimerl.training.memory_estimate import GIB, EngineMemory, TrainerMemory
 from slimerl.training.model_config import read_config
 
 FULL_AND_READ_ONLY = """
@@ -88,16 +88,59 @@ def test_s3_every_trainer_and_every_engine_rank_wants_a_gpu_where_there_are_gpus
     assert not list(machine.gpu_faults(spec, 4))
 
 
+def test_s3_engines_of_their_own_want_gpus_beside_the_trainers(home):
+    """Injected: a machine with one GPU too few for both."""
+    sizes = ("training.parallel.data=2", "engine.replicas=2", "cluster.placement=disaggregated")
+    spec, needed = needs(home, *sizes)
+    assert list(machine.gpu_faults(spec, 3)) == [
+        "cluster.placement = disaggregated asks for 2 GPUs of the trainer and 2 of the engines, but 3 are visible; "
+        "lower one of them, or set cluster.placement: colocated"
+    ]
+    assert not list(machine.gpu_faults(spec, 4))
+    larger = max(needed.trainer.total, needed.engine.total)
+    assert not list(machine.gpu_memory_faults(needed, larger, colocated=False))
+    assert len(list(machine.gpu_memory_faults(needed, 1, colocated=False))) == 2
+    # taking turns, each still keeps its process on the device
+    assert len(list(machine.gpu_memory_faults(needed, larger, colocated=True))) >= 1
+
+
 def test_s3_a_model_larger_than_a_gpu_is_refused(home):
-    """Injected: GPUs of a byte less than a trainer rank needs, alone or with an engine rank beside it."""
+    """Injected: GPUs of a byte less than a trainer rank needs alone."""
     _, needed = needs(home)
     alone = replace(needed, engine=None)
     [line] = machine.gpu_memory_faults(alone, needed.trainer.total - 1)
     assert "training.recompute: full" in line
     assert not list(machine.gpu_memory_faults(alone, needed.trainer.total))
-    [line] = machine.gpu_memory_faults(needed, needed.trainer.total + needed.engine.total - 1)
-    assert "engine.max_total_tokens" in line
-    assert not list(machine.gpu_memory_faults(needed, needed.trainer.total + needed.engine.total))
+
+
+TRAINER = TrainerMemory(0, 1, weights=10, gradients=20, optimizer=40, activations=5, logits=4, runtime=1, reference=0)
+ENGINE = EngineMemory(1, weights=10, kv_cache=50, workspace=2, runtime=1)
+
+
+@pytest.mark.parametrize(
+    ("moment", "trainer", "engine", "peak", "remedy"),
+    [
+        # 10 + 20 + 40 + 5 + 4 + 1 of the trainer, 2 + 1 of the engine
+        ("training", TRAINER, ENGINE, 83, "training.recompute: full"),
+        # 10 + 90 + 2 + 1 of the engine, 1 of the trainer
+        ("generation", TRAINER, replace(ENGINE, kv_cache=90), 104, "engine.max_total_tokens"),
+        # weights and processes of both, and 6 of buckets; of the rest next to nothing
+        ("sync", replace(TRAINER, optimizer=0, gradients=0), replace(ENGINE, kv_cache=0), 30, "disaggregated"),
+    ],
+)
+def test_s3_colocated_each_moment_of_a_step_must_fit_into_a_gpu(home, moment, trainer, engine, peak, remedy):
+    """Injected: a GPU of one GiB less than what lies on it at the fullest moment; the sum of both roles never does."""
+    _, needed = needs(home)
+    needed = replace(needed, trainer=in_gib(trainer), engine=in_gib(engine), sync_buckets=6 * GIB)
+    [line] = machine.gpu_memory_faults(needed, (peak - 1) * GIB)
+    assert remedy in line, moment
+    assert not list(machine.gpu_memory_faults(needed, peak * GIB))
+    assert peak * GIB < needed.trainer.total + needed.engine.total
+
+
+def in_gib(memory):
+    sizes = {field.name: getattr(memory, field.name) * GIB for field in fields(memory) if field.name != "stage"}
+    return replace(memory, **sizes)
 
 
 def test_s3_shared_memory_too_small_for_the_sync_is_refused(home, monkeypatch):
@@ -144,6 +187,18 @@ def test_s4_every_engine_argument_that_the_spec_decides_is_guarded(home):
     changed = {pairs[0][place - 1] for place, (a, b) in enumerate(zip(*pairs, strict=True)) if a != b}
     assert changed
     assert changed <= ENGINE_ARGUMENTS.keys()
+
+
+def test_s4_the_arguments_of_an_engines_layout_are_guarded_too(home):
+    """Injected: a layout over several GPUs; what it adds to the command line, extra_args may not set."""
+    spread = ["engine.tensor_parallel=4", "engine.expert_parallel=2", "engine.data_parallel_attention=2"]
+    plain, other = (
+        set(server_arguments(load_spec(home / "spec.yaml", overrides), 0, Device.CUDA, 1))
+        for overrides in ([], [*spread, "engine.replicated_mlp=true", "cluster.placement=disaggregated"])
+    )
+    added = {argument for argument in other - plain if argument.startswith("--")}
+    assert added == {"--ep-size", "--attn-dp-size", "--moe-dense-tp-size"}
+    assert {*added, "--base-gpu-id"} <= ENGINE_ARGUMENTS.keys()
 
 
 def test_s3_a_port_in_use_is_named(home):

@@ -1,14 +1,20 @@
 """Command line and environment of a server: pure values, for both kinds of machine."""
 
+import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_fixtures import engine_spec
 
-from slimerl.engine.launcher import Device, server_arguments, server_environment
-from slimerl.engine.local_resources import PrivateDirectory, ReservedPort
+from slimerl.engine.launcher import Device, Place, server_arguments, server_environment
+from slimerl.engine.local_resources import NoAddress, PrivateDirectory, ReservedPort, own_address
+from slimerl.spec import RunSpec
+from slimerl.spec.schema import ParallelSpec
 from slimerl.training.gpu_environment import gpu_environment
 
 
@@ -48,6 +54,95 @@ def test_a_gpu_engine_is_deterministic_and_its_attention_backend_can_be_so_in_th
     bf16 = fp32.model_copy(update={"model": fp32.model.model_copy(update={"dtype": "bf16"})})
     assert value_of(server_arguments(fp32, 0, Device.CUDA, 1), "--attention-backend") == "triton"
     assert "--attention-backend" not in server_arguments(bf16, 0, Device.CUDA, 1)
+
+
+def changed(spec: RunSpec, section: str, **values: Any) -> RunSpec:
+    return spec.model_copy(update={section: getattr(spec, section).model_copy(update=values)})
+
+
+def test_engines_apart_from_the_trainer_begin_behind_its_gpus_and_count_on_each_node_from_nought() -> None:
+    spec = engine_spec(Path("/m"), Path("/r"), tensor_parallel=2, replicas=6)
+    apart = changed(spec, "cluster", placement="disaggregated")
+    apart = changed(apart, "training", parallel=ParallelSpec(data=4))
+
+    def first_gpus(spec: RunSpec) -> list[int]:
+        return [int(value_of(server_arguments(spec, i, Device.CUDA, 1), "--base-gpu-id")) for i in range(6)]
+
+    assert first_gpus(spec) == [0, 2, 4, 6, 0, 2]
+    assert first_gpus(apart) == [4, 6, 0, 2, 4, 6]
+
+
+def test_an_engine_on_several_machines_is_told_which_this_is_and_where_they_meet() -> None:
+    spec = changed(engine_spec(Path("/m"), Path("/r"), tensor_parallel=16), "cluster", gpus_per_node=8)
+    place = Place("10.0.0.6", node=1, head="10.0.0.5")
+    arguments = server_arguments(spec, 3, Device.CUDA, 20_123, place)
+    assert value_of(arguments, "--nnodes") == "2"
+    assert value_of(arguments, "--node-rank") == "1"
+    assert value_of(arguments, "--dist-init-addr") == "10.0.0.5:19999"
+    assert value_of(arguments, "--host") == "10.0.0.6"
+    assert value_of(arguments, "--base-gpu-id") == "0"
+    assert "--nnodes" not in server_arguments(changed(spec, "cluster", gpus_per_node=16), 3, Device.CUDA, 20_123)
+
+
+def test_roles_listen_on_the_loopback_interface_unless_others_must_reach_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Injected: a name without address, and one that stands for this machine alone, as Debian's installer writes it."""
+    assert own_address("loopback") == "127.0.0.1"
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    with pytest.raises(NoAddress, match=r"localhost has the address 127\.0\.0\.1, which other machines cannot reach"):
+        own_address("hostname")
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-machine.invalid")
+    with pytest.raises(NoAddress, match="has no address"):
+        own_address("hostname")
+    monkeypatch.setattr(socket, "gethostname", lambda: "10.1.2.3")
+    assert own_address("hostname") == "10.1.2.3"
+
+
+def test_an_engine_can_give_its_memory_up_where_it_shares_a_gpu_with_the_trainer_and_only_there() -> None:
+    shared = engine_spec(Path("/m"), Path("/r"))
+    apart = changed(shared, "cluster", placement="disaggregated")
+    assert "--enable-memory-saver" in server_arguments(shared, 0, Device.CUDA, 1)
+    assert "--enable-memory-saver" not in server_arguments(apart, 0, Device.CUDA, 1)
+    assert "--enable-memory-saver" not in server_arguments(shared, 0, Device.CPU, 1)
+
+
+def test_sglang_is_told_the_layout_that_the_sync_plans_for() -> None:
+    """Experts over GPUs, attention in groups, other MLPs whole, the shared expert apart; nothing of it on a plain one.
+
+    Read by SGLang's own parser, which refuses an argument that it does not know.
+    """
+    plain = engine_spec(Path("/m"), Path("/r"), tensor_parallel=8)
+    sizes = {"expert_parallel": 8, "data_parallel_attention": 4, "replicated_mlp": True, "model_path": Path("/fp8")}
+    spread = changed(plain, "engine", **sizes)
+    command = [sys.executable, "-c", PARSE, *server_arguments(spread, 0, Device.CUDA, 1)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "tp_size": 8,
+        "ep_size": 8,
+        "attn_dp_size": 4,
+        "moe_dense_tp_size": 1,
+        "disable_shared_experts_fusion": True,
+        "enable_memory_saver": True,
+        "model_path": "/fp8",
+    }
+    assert server_environment(spread, Device.CUDA, "key", Path("/p"))["SGLANG_SHARED_EXPERT_TP1"] == "1"
+    assert "SGLANG_SHARED_EXPERT_TP1" not in server_environment(plain, Device.CUDA, "key", Path("/p"))
+    assert not {"--ep-size", "--attn-dp-size", "--moe-dense-tp-size"} & set(server_arguments(plain, 0, Device.CPU, 1))
+
+
+PARSE = """
+import argparse, json, os, sys
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+from slimerl.engine.inside.cpu_shim import install
+install()
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+found = parser.parse_args(sys.argv[1:])
+names = ("tp_size", "ep_size", "attn_dp_size", "moe_dense_tp_size", "disable_shared_experts_fusion", "model_path",
+         "enable_memory_saver")
+print(json.dumps({name: getattr(found, name) for name in names}))
+"""
 
 
 def test_engine_and_trainer_set_up_nccl_alike_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

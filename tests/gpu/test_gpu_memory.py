@@ -29,14 +29,14 @@ def free_bytes() -> int:
 
 def round_of_turns(model_path: Path) -> tuple[int, int, int, int]:
     """(bytes said to be freed, freed by the device's own count, lacking after the return, weights changed)."""
-    from slimerl.training.hand_over import HandOver, TrainerMemory, first_rank_tells
+    from slimerl.training.hand_over import HandOver, TrainerParts, share_problems
 
     machine = prepare(model_path, ParallelSpec(), Variant("bf16"))
     machine.trainer.step(machine.packs(0))
     torch.cuda.empty_cache()
     parameters = list(machine.built.chunks[0].parameters())
     before = [parameter.detach().cpu().clone() for parameter in parameters]
-    hand_over = HandOver(TrainerMemory(machine.trainer.chunks, machine.optimizer), None, first_rank_tells)
+    hand_over = HandOver(TrainerParts(machine.trainer.chunks, machine.optimizer), None, share_problems)
     start = free_bytes()
     said = hand_over.begin_sync() + hand_over.begin_generation()
     given = free_bytes() - start

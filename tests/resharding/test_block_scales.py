@@ -8,7 +8,7 @@ from resharding_models import filled, random_state
 from sparse_models import BLOCK, DEEPSEEK, GLM, PUBLISHED
 
 from slimerl.engine.inside.digest import digest
-from slimerl.resharding.buckets import split_into_buckets
+from slimerl.resharding.buckets import aligned, split_into_buckets
 from slimerl.resharding.families import BlockScales, ConfigError, Form, family_of
 from slimerl.resharding.families.scales import scale_name
 from slimerl.resharding.layouts import EngineLayout, LayoutError, MegatronLayout
@@ -171,6 +171,23 @@ def test_w12_data_and_scales_are_proven_on_every_rank_and_a_stale_scale_is_named
         ProofError, match=r"rank 1 .* of model\.layers\.2\.mlp\.experts\.6\.gate_proj\.weight_scale_inv$"
     ):
         proof.check("engine-0", reports())
+
+
+@pytest.mark.parametrize("form", [Form(), Form(prediction=True), FORM])
+def test_sizes_that_are_counted_without_names_are_those_of_the_tensors(form):
+    for config in (LARGE, GLM):
+        family = family_of(config)
+        held = family.logical_tensors(config, torch.bfloat16, form)
+        assert family.nbytes(config, torch.bfloat16, form) == sum(tensor.nbytes for tensor in held)
+        stored = family.checkpoint_tensors(config, torch.bfloat16, form)
+        assert family.nbytes(config, torch.bfloat16, form, checkpoint=True) == sum(tensor.nbytes for tensor in stored)
+        groups = family.fused_groups(config, form)
+        largest = split_into_buckets(held, groups, 1)
+        assert family.bucket_extremes(config, torch.bfloat16, form) == (
+            max(sum(aligned(tensor.nbytes) for tensor in bucket) for bucket in largest),
+            sum(aligned(tensor.nbytes) for tensor in held),
+        )
+        assert family.numel(config) == sum(tensor.numel for tensor in family.logical_tensors(config))
 
 
 def test_a_model_without_quantisation_has_no_scales():

@@ -44,6 +44,11 @@ class FakeEngine:
         self.requests: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.calls: Counter[str] = Counter()
+        self.memory: set[str] = {"kv_cache", "weights"}
+        self.refusing: set[str] = set()
+        """Paths whose calls fail from now on."""
+        self.called: Callable[[str], None] = lambda path: None
+        """Told the path of every call, and of which memory."""
         self.running = 0
         self.most_running = 0
         self._runner: web.AppRunner | None = None
@@ -63,6 +68,8 @@ class FakeEngine:
                 web.post("/begin_weight_update", self._accept),
                 web.post("/end_weight_update", self._accept),
                 web.post("/update_weight_version", self._set_version),
+                web.post("/release_memory_occupation", self._release),
+                web.post("/resume_memory_occupation", self._resume),
             ]
         )
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
@@ -99,6 +106,11 @@ class FakeEngine:
         self.calls[request.path] += 1
         if request.headers.get("Authorization") != f"Bearer {KEY}":
             return web.json_response({"error": {"message": "unauthorized"}}, status=401)
+        tags = (await request.json()).get("tags", []) if request.path.endswith("_memory_occupation") else []
+        said = " ".join([request.path, *tags])
+        self.called(said)
+        if {request.path, said} & self.refusing:
+            return web.json_response({"error": {"message": f"injected: {said}"}}, status=500)
         return await handler(request)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -167,7 +179,24 @@ class FakeEngine:
         return web.json_response({})
 
     async def _continue(self, _: web.Request) -> web.Response:
+        if self.memory != {"kv_cache", "weights"}:
+            return web.json_response({"error": {"message": f"has no memory but {self.memory}"}}, status=500)
         self.paused = False
+        return web.json_response({})
+
+    async def _release(self, request: web.Request) -> web.Response:
+        """Where SGLang's scheduler would end, this one refuses."""
+        tags = set((await request.json())["tags"])
+        if not self.paused or not tags <= self.memory:
+            return web.json_response({"error": {"message": f"{tags} of {self.memory}, not idle"}}, status=500)
+        self.memory -= tags
+        return web.json_response({})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        tags = set((await request.json())["tags"])
+        if tags & self.memory:
+            return web.json_response({"error": {"message": f"{tags} was not released"}}, status=500)
+        self.memory |= tags
         return web.json_response({})
 
     async def _set_version(self, request: web.Request) -> web.Response:

@@ -88,6 +88,7 @@ async def rollout(
     on_reward_failure: str = "drop",
     max_new_tokens: int = 32,
     lag: LoopLag | None = None,
+    dynamic_sampling_rounds: int = 0,
 ) -> AsyncIterator[Scene]:
     """Running, with its engines joined but nothing released yet."""
     async with AsyncExitStack() as stack:
@@ -99,7 +100,7 @@ async def rollout(
         judge = Judge(lambda tokens: " ".join(map(str, tokens)), reward)
         params = SamplingParams(max_new_tokens, stop_token_ids=(2,))
         scheduler = Scheduler(
-            SchedulerSettings(groups, size, SEED, params, on_reward_failure),
+            SchedulerSettings(groups, size, SEED, params, on_reward_failure, dynamic_sampling_rounds),
             PromptStream([Prompt(f"p{number}", (10, number), str(number)) for number in range(16)], SEED),
             StalenessGate(groups, staleness, steps),
             SampleStore(smallest_group=min(2, size)),

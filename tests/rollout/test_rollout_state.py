@@ -9,8 +9,10 @@ from scene import Scene, rollout
 
 from slimerl.rewards.outcome import Failed, Scored
 from slimerl.samples.messages import RolloutState, decode, encode
+from slimerl.samples.sample import SampleState
 from slimerl.samples.store import StoreError
 
+GENERATED, REWARDED = SampleState.GENERATED, SampleState.REWARDED
 Act = Callable[[Scene], Coroutine[Any, Any, Any]]
 
 
@@ -42,6 +44,12 @@ def drop_some(request: Any) -> Any:
 
 async def never_judged(_: Any) -> Any:
     await asyncio.Event().wait()
+
+
+def seeds_of(made: Scene) -> dict[str, int]:
+    """Sample id → the seed that engines were sent."""
+    requests = [request for engine in made.engines for request in engine.requests]
+    return {request["rid"].partition("#")[0]: request["sampling_params"]["sampling_seed"] for request in requests}
 
 
 def saved(made: Scene) -> RolloutState:
@@ -93,14 +101,74 @@ def test_c1_an_asynchronous_run_keeps_what_was_finished_and_makes_the_rest_again
     state, counts_before = process(before, staleness=2)
     ready = {sample.payload.sample_id: sample.payload.tokens for group in state.groups for sample in group.samples}
     assert len(ready) >= 9
+    whole = [group for group in state.groups if not group.missing]
     counts, (accepted, running), trained = process(after, staleness=2)
     assert counts.trained == counts_before.trained
-    assert counts.buffered == len(ready)
-    assert accepted == 2 + len(ready) // 3
+    assert counts.buffered == sum(len(group.samples) for group in whole)
+    assert accepted == 2 + len(whole)
     assert accepted + running == 2 + len(state.groups)
     kept = ready.keys() & trained.keys()
     assert kept
     assert {name: trained[name] for name in kept} == {name: ready[name] for name in kept}
+
+
+def is_number(sample_id: str, number: int) -> bool:
+    return sample_id.endswith(f"/{number}")
+
+
+async def judged_but_for_one(request: Any) -> Any:
+    """Of each group sample 1 is lost, sample 2 never judged."""
+    if is_number(request.sample_id, 2):
+        await never_judged(request)
+    return Failed("timeout", "") if is_number(request.sample_id, 1) else Scored(0.25, False)
+
+
+def test_c1_the_finished_samples_of_an_open_group_are_kept_and_the_missing_ones_alone_are_made():
+    """Injected: the process ends while two groups each have two rewarded samples, a lost one and one to be judged."""
+
+    async def before(made: Scene) -> Any:
+        await train(made, 1, 1)
+        await made.until(lambda: sum(group.ready for group in made.store.unleased()) == 2)
+        made.reward.score = judged_but_for_one
+        await made.serve(1)
+        store = made.store
+        await made.until(
+            lambda: (store.in_state(REWARDED), store.in_state(GENERATED), len(store._dropped)) == (4, 2, 1)
+        )
+        unfinished = [store.sample(one).payload() for group in store.open_groups() for one in (f"{group}/2",)]
+        return saved(made), store.counts(), seeds_of(made), unfinished
+
+    async def after(made: Scene) -> Any:
+        made.scheduler.restore(state)
+        counts, views = made.store.counts(), made.store.unleased()
+        await made.serve(1)
+        await made.until(lambda: all(group.ready for group in made.store.unleased()))
+        seeds = seeds_of(made)
+        payloads, metas = {}, {}
+        for step in (2, 3):
+            manifest = await made.batch(step)
+            metas |= {one.sample_id: one for one in manifest.samples}
+            payloads |= {one.sample_id: one for one in made.store.payloads(metas.keys() - payloads.keys())}
+            made.scheduler.trained(manifest.batch_id)
+        made.store.check()
+        return counts, views, seeds, payloads, metas
+
+    state, counts_before, seeds_before, unfinished = process(before, staleness=1, size=4)
+    open_groups = [group for group in state.groups if group.missing]
+    assert [group.version for group in open_groups] == [1, 1]
+    missing = {one for group in open_groups for one in group.missing}
+    assert missing == {payload.sample_id for payload in unfinished}
+
+    counts, views, seeds, payloads, metas = process(after, staleness=1, size=4)
+    assert counts == counts_before
+    assert [(view.group_id, view.version) for view in views] == [(each.group_id, each.version) for each in state.groups]
+    assert seeds == {one: seeds_before[one] for one in missing}, "with their own seeds, and nothing else is generated"
+    kept = {each.payload.sample_id: each for group in state.groups for each in group.samples}
+    assert {one: payloads[one] for one in kept} == {one: each.payload for one, each in kept.items()}
+    assert {one: metas[one].reward for one in kept} == {one: each.reward for one, each in kept.items()}
+    assert {one.sample_id: one for one in unfinished} == {one: payloads[one] for one in missing}
+    assert [one for one in metas if one.startswith(f"{open_groups[0].group_id}/")] == open_groups[0].sample_ids
+    assert payloads.keys() == kept.keys() | missing, "what was dropped is not made again"
 
 
 def test_a_group_that_is_made_again_keeps_the_version_that_its_staleness_counts_from():
@@ -116,7 +184,7 @@ def test_a_group_that_is_made_again_keeps_the_version_that_its_staleness_counts_
         return made.store.unleased()
 
     state = process(before, staleness=1)
-    assert {group.version for group in state.groups if not group.samples} >= {1}
+    assert {group.version for group in state.groups if group.missing} >= {1}
     again = process(after, staleness=1)
     assert [(group.group_id, group.version) for group in again] == [
         (group.group_id, group.version) for group in state.groups

@@ -1,7 +1,8 @@
 """What the checkpoint tests run on ranks: train, save while training goes on, load, train on."""
 
+import logging.handlers
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,6 @@ def save_with_limit(model: Path, root: Path, parallel: ParallelSpec, which: int,
     Returns the error of the second, what was there after it, and at the end.
     """
     import os
-    from contextlib import nullcontext
 
     from slimerl.training.checkpoint.write import SaveFailed
 
@@ -189,14 +189,13 @@ def run_with_checkpoints(spec: Any, limited_steps: tuple[int, ...] = ()) -> tupl
     Returns the figures after each step and after the end, and the error that ended it.
     """
     import resource
-    from contextlib import nullcontext
 
-    from slimerl.training.checkpoint.checkpointer import Checkpointer
+    from slimerl.training.checkpoint.checkpointer import Checkpointer, identity
     from slimerl.training.checkpoint.write import SaveFailed
 
     own = Trained(spec.model.path, spec.training.parallel)
     rank, step = own.built.grid.rank, 0
-    checkpoints = Checkpointer(spec, own.state, own.built.grid, lambda: f"source at {step}".encode())
+    checkpoints = Checkpointer(spec, own.state, own.built.grid, lambda: f"source at {step}".encode(), identity(spec))
     figures = []
     try:
         for step in range(1, 4):
@@ -212,16 +211,138 @@ def run_with_checkpoints(spec: Any, limited_steps: tuple[int, ...] = ()) -> tupl
     return [*figures, checkpoints.take_figures()], ""
 
 
+def run_while_the_data_changes(spec: Any) -> None:
+    """As `run_with_checkpoints`; the data is another one once the run has begun."""
+    from unittest import mock
+
+    from slimerl.training.checkpoint import checkpointer
+
+    real = checkpointer.Checkpointer.trained
+
+    def trained(self: Any, step: int) -> None:
+        if self.grid.is_first:
+            spec.data.train_path.write_text(f"other rows at step {step}")
+        real(self, step)
+
+    with mock.patch.object(checkpointer.Checkpointer, "trained", trained):
+        run_with_checkpoints(spec)
+
+
+def run_with_faults(spec: Any, faults: list[tuple[str, int]]) -> tuple[list[str], dict[str, float]]:
+    """One checkpoint per fault, which raises RuntimeError on one rank, and one without a fault after them.
+
+    Args:
+        faults: the function that raises, and on which rank.
+
+    Returns:
+        What was said of each (on the first rank), and the figures at the end.
+    """
+    from unittest import mock
+
+    from slimerl.training.checkpoint import checkpointer
+
+    own = Trained(spec.model.path, spec.training.parallel)
+    own.train(1, 1)
+    rank, said = own.built.grid.rank, logging.handlers.BufferingHandler(1000)
+    checkpoints = checkpointer.Checkpointer(spec, own.state, own.built.grid, lambda: b"", checkpointer.identity(spec))
+    owners = _owners_of_faults(own, checkpoints)
+    checkpointer.logger.addHandler(said)
+    try:
+        for step, (name, on_rank) in enumerate(faults, start=1):
+            with (
+                mock.patch.object(owners[name], name, _raising(owners[name], name))
+                if rank == on_rank
+                else nullcontext()
+            ):
+                checkpoints.trained(step)
+                checkpoints.after_step(step)
+                checkpoints.close()
+        checkpoints.trained(len(faults) + 1)
+        checkpoints.after_step(len(faults) + 1)
+        checkpoints.close()
+    finally:
+        checkpointer.logger.removeHandler(said)
+    return [record.getMessage() for record in said.buffer if record.levelname == "ERROR"], checkpoints.take_figures()
+
+
+def _raising(owner: Any, name: str) -> Any:
+    real = getattr(owner, name)
+
+    def raising(*args: Any, **kwargs: Any) -> None:
+        if name == "sharded_state_dict":
+            # after what it gathers: nobody can leave in the middle of that alone
+            real(*args, **kwargs)
+        raise RuntimeError(f"injected into {name}")
+
+    return raising
+
+
+def _owners_of_faults(own: Trained, checkpoints: Any) -> dict[str, Any]:
+    """Where memory, disk or a bug may stop a rank, in the order in which a checkpoint comes there."""
+    from megatron.core.dist_checkpointing import state_dict_utils, validation
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from slimerl.training.checkpoint import plan
+
+    return {
+        "source_state": checkpoints,
+        "sharded_state_dict": own.state.optimizer,
+        "extract_nonpersistent": state_dict_utils,
+        "_validate_sharding_for_key": validation,
+        "mcore_to_pyt_state_dict": plan,
+        "prepare_local_plan": FileSystemWriterAsync,
+        "prepare_write_data": FileSystemWriterAsync,
+        "preload_tensors": FileSystemWriterAsync,
+        "write_preloaded_data": FileSystemWriterAsync,
+        "finish": FileSystemWriterAsync,
+    }
+
+
+def clipped_norms(model: Path, root: Path, norms: list[float]) -> list[float]:
+    """Norm of the gradient that Adam is given after a load under each `clip_grad_norm`, from its first moments."""
+    own = Trained(model, ParallelSpec())
+    own.train(1, 2)
+    finish(own.begin_save(root, 2))
+    found = []
+    for norm in norms:
+        own = Trained(model, ParallelSpec(), optimizer=OPTIMIZER.model_copy(update={"clip_grad_norm": norm}))
+        own.state.load(root / "step-2", updates=2, with_random=True)
+        before = own.snapshot()["moments"]
+        own.train(3, 3)
+        after = own.snapshot()["moments"]
+        beta1 = OPTIMIZER.beta1
+        gradients = [
+            (new["exp_avg"].double() - beta1 * old["exp_avg"].double()) / (1 - beta1)
+            for old, new in zip(before, after, strict=True)
+        ]
+        found.append(float(torch.cat([each.flatten() for each in gradients]).norm()))
+    return found
+
+
+def find_load_and_listen(specs: list[Any]) -> tuple[list[Any], list[str]]:
+    """As `find_and_load`, and what was logged meanwhile."""
+    from slimerl.training.checkpoint import resume
+
+    heard = logging.handlers.BufferingHandler(1000)
+    resume.logger.addHandler(heard)
+    try:
+        answers = find_and_load(specs)
+    finally:
+        resume.logger.removeHandler(heard)
+    return answers, [record.getMessage() for record in heard.buffer]
+
+
 def find_and_load(specs: list[Any]) -> list[Any]:
     """For each spec the step, the source's state and what was rejected, or the error."""
     from slimerl.training.checkpoint import resume
+    from slimerl.training.checkpoint.checkpointer import identity
     from slimerl.training.checkpoint.content import ResumeError
 
     own = Trained(specs[0].model.path, specs[0].training.parallel)
     answers: list[Any] = []
     for spec in specs:
         try:
-            found = resume.find(spec, own.built.grid)
+            found = resume.find(spec, own.built.grid, identity(spec))
             if found is not None:
                 resume.load(found, own.state, spec, own.built.grid)
             answers.append(found and (found.step, found.source_state(), list(found.rejected)))

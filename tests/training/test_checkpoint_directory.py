@@ -123,6 +123,16 @@ def test_c2_a_damaged_one_is_set_aside_and_its_step_can_be_written_again(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-6", "step-6.damaged"]
 
 
+def test_c2_a_checkpoint_that_is_there_is_not_replaced_by_one_of_the_same_step(tmp_path):
+    """Injected: a second run writes the same step into the same directory."""
+    first = write(tmp_path, 6)
+    mark = (first / "manifest.json").stat().st_ino
+    with pytest.raises(FileExistsError, match="step-6 is there already"):
+        write(tmp_path, 6)
+    assert (first / "manifest.json").stat().st_ino == mark
+    assert faults(first) == []
+
+
 def test_older_ones_go_once_a_newer_one_is_complete(tmp_path):
     for step in (3, 6, 9, 12):
         write(tmp_path, step)

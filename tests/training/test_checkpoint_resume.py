@@ -6,11 +6,13 @@ import shutil
 import checkpoint_ranks
 import pytest
 import tiny
+import xxhash
 
 from slimerl.spec.load import spec_from_tree
+from slimerl.training.checkpoint import directory
 
 
-def run_spec(path, model, **changes):
+def run_spec(path, model, /, **changes):
     """A spec whose data is a file; three steps on two ranks, a checkpoint after each."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "rows.jsonl").write_text("rows")
@@ -79,15 +81,20 @@ def test_c2_the_newest_whole_one_is_used_and_a_run_never_begins_anew_by_itself(r
     none = run_spec(tmp_path / "none", base / "model")
     other_data = damaged(tmp_path, made, "d")
     other_data.data.train_path.write_text("other rows")
+    renamed = damaged(tmp_path, made, "r")
+    shutil.rmtree(renamed.run_dir / "checkpoints" / "step-3")
+    shutil.copytree(renamed.run_dir / "checkpoints" / "step-2", renamed.run_dir / "checkpoints" / "step-3")
 
-    specs = [whole, newest, torn, both, seeded, refusing, other_data, none]
-    answers, answers_of_1 = ranks.run(2, checkpoint_ranks.find_and_load, specs)
+    specs = [whole, newest, torn, both, seeded, refusing, other_data, none, renamed]
+    (answers, logged), (answers_of_1, _) = ranks.run(2, checkpoint_ranks.find_load_and_listen, specs)
     assert answers == answers_of_1
     assert answers[0] == (3, b"source at 3", [])
     step, source, [rejected] = answers[1]
     assert (step, source) == (2, b"source at 2")
     assert "step-3" in rejected
     assert "distcp has changed" in rejected
+    assert any("damaged and not used: step-3: " in line and "distcp has changed" in line for line in logged)
+    assert any("damaged and not used: step-3: its manifest is of another step" in line for line in logged)
     assert names(newest) == ["step-2", "step-3.damaged"]
     assert answers[2] == (2, b"source at 2", [])
     assert "none of the checkpoints" in answers[3]
@@ -98,6 +105,7 @@ def test_c2_the_newest_whole_one_is_used_and_a_run_never_begins_anew_by_itself(r
     assert "checkpoint.resume is never" in answers[5]
     assert "data.train_path" in answers[6]
     assert answers[7] is None
+    assert answers[8] == (2, b"source at 2", ["step-3: its manifest is of another step"])
 
 
 @pytest.mark.parametrize("policy", ["warn", "stop"])
@@ -113,6 +121,81 @@ def test_c5_a_failed_checkpoint_is_counted_and_the_run_goes_on_or_stops_as_the_s
             assert [each["checkpoint/failed"] for each in figures if "checkpoint/failed" in each] == [1.0]
             assert figures[-1]["checkpoint/step"] == 3
     assert names(spec) == (["step-1"] if policy == "stop" else ["step-1", "step-3"])
+
+
+FAULTS = {
+    "source_state": (0,),
+    "sharded_state_dict": (1,),
+    "extract_nonpersistent": (1,),
+    "_validate_sharding_for_key": (0,),
+    "mcore_to_pyt_state_dict": (1,),
+    "prepare_local_plan": (1,),
+    "prepare_write_data": (1,),
+    "preload_tensors": (0, 1),
+    "write_preloaded_data": (1,),
+    "finish": (0,),
+}
+
+
+def test_c5_an_unexpected_error_on_one_rank_is_told_to_all_and_follows_the_spec(ranks, tmp_path, made):
+    """Injected: a RuntimeError on one rank alone in each stage of a save; the other must neither hang nor go on."""
+    spec = run_spec(tmp_path, made[0] / "model", checkpoint={"on_failure": "warn"})
+    faults = [(name, rank) for name, on_ranks in FAULTS.items() for rank in on_ranks]
+    (said, figures), (_, figures_of_1) = ranks.run(2, checkpoint_ranks.run_with_faults, spec, faults)
+    assert len(said) == len(faults)
+    for step, ((name, rank), message) in enumerate(zip(faults, said, strict=True), start=1):
+        assert f"the checkpoint of step {step} failed ({step} so far; there is none yet)" in message
+        assert f"rank {rank}: " in message
+        assert f"rank {1 - rank}: " not in message
+        assert f"RuntimeError: injected into {name}" in message
+    for each in (figures, figures_of_1):
+        assert each["checkpoint/failed"] == len(faults)
+        assert each["checkpoint/step"] == len(faults) + 1
+    assert names(spec) == [f"step-{len(faults) + 1}"]
+
+
+CHANGES = {
+    "training.optimizer.beta1 was 0.9, is 0.8": {"beta1": 0.8},
+    "training.optimizer.beta2 was 0.95, is 0.9": {"beta2": 0.9},
+    "training.optimizer.eps was 1e-08, is 1e-06": {"eps": 1e-6},
+    "training.optimizer.lr was 0.01, is 0.5": {"lr": 0.5},
+    "training.optimizer.weight_decay was 0.1, is 0.5": {"weight_decay": 0.5},
+}
+
+
+def test_c4_what_a_load_would_ignore_is_refused_by_its_name(ranks, tmp_path, made):
+    """Injected: a key of the optimizer, the dtype or the model was another one when the checkpoint was written."""
+    base, written, _ = made
+    before = checkpoint_ranks.OPTIMIZER.model_dump()
+
+    def with_optimizer(**changes):
+        return run_spec(base / "whole", base / "model", training={"optimizer": before | changes})
+
+    tiny.write_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
+    refused = [with_optimizer(**changes) for changes in CHANGES.values()]
+    refused += [run_spec(base / "whole", base / "model", model={"dtype": "bf16"})]
+    refused += [run_spec(base / "whole", tmp_path / "model")]
+    free = with_optimizer(clip_grad_norm=0.5)
+    answers = ranks.run(2, checkpoint_ranks.find_and_load, [written, free, *refused])[0]
+    assert answers[:2] == [(3, b"source at 3", [])] * 2
+    said = [*CHANGES, "model.dtype was fp32, is bf16", "digest of model.path's config.json was"]
+    for answer, part in zip(answers[2:], said, strict=True):
+        assert part in answer
+        assert answer.count(" was ") == 1, "and nothing else is named"
+
+
+def test_what_a_checkpoint_says_of_its_run_is_what_the_run_began_with(ranks, tmp_path, made):
+    """Injected: the file of the data changes after the first step."""
+    spec = run_spec(tmp_path, made[0] / "model")
+    began_with = spec.data.train_path.read_bytes()
+    ranks.run(2, checkpoint_ranks.run_while_the_data_changes, spec)
+    digest = xxhash.xxh3_128_hexdigest(began_with)
+    assert spec.data.train_path.read_bytes() != began_with
+    assert [manifest_of(spec, step).identity["digest of data.train_path"] for step in (2, 3)] == [digest] * 2
+
+
+def manifest_of(spec, step):
+    return directory.read_manifest(spec.run_dir / "checkpoints" / f"step-{step}")
 
 
 def test_c5_a_disk_without_space_costs_no_older_checkpoint(ranks, tmp_path, made):

@@ -19,7 +19,7 @@ CALL_S = 240.0
 COUNTS = (1, 2, 4)
 """Micro-batches of a rank."""
 
-LAYERS = 4
+LAYERS, PIPELINED_LAYERS = 2, 4
 UNEVEN = "Ettt|tL"
 SPLITS = {
     "one process": ParallelSpec(),
@@ -74,17 +74,18 @@ def train_each(model_path: Path, parallel: ParallelSpec, packings: list[dict]):
 
 @pytest.fixture(scope="module")
 def reference(ranks, tmp_path_factory):
-    """By the model's name: its path, and what one process, one micro-batch and no sharing make of it."""
+    """By the model's name and layers: its path, and what one process, one micro-batch and no sharing make of it."""
     made = {}
 
-    def get(name: str):
-        if name not in made:
+    def get(name: str, pipeline: int = 1):
+        layers = PIPELINED_LAYERS if pipeline > 1 else LAYERS
+        if (name, layers) not in made:
             path = tmp_path_factory.mktemp("model")
-            tiny.write_model(path, (DENSE | SPARSE)[name], tied="tied" in name, num_hidden_layers=LAYERS)
+            tiny.write_model(path, (DENSE | SPARSE)[name], tied="tied" in name, num_hidden_layers=layers)
             [[(figures, weights, count)]] = ranks.run(1, train_each, path, ParallelSpec(), [{}])
             assert count == 1
-            made[name] = path, figures, weights
-        return made[name]
+            made[name, layers] = path, figures, weights
+        return made[name, layers]
 
     return get
 
@@ -92,8 +93,8 @@ def reference(ranks, tmp_path_factory):
 @pytest.mark.parametrize(("model", "split"), cases())
 def test_m4_three_steps_do_not_depend_on_the_split(ranks, reference, model, split):
     """1, 2 and 4 micro-batches, with and without shared prompts, on the ranks of one call."""
-    path, expected_figures, expected_weights = reference(model)
     parallel = (SPLITS | SPARSE_SPLITS)[split]
+    path, expected_figures, expected_weights = reference(model, parallel.pipeline)
     packings = [{"at_least": count, "shared_prefix": shared} for count, shared in product(COUNTS, (False, True))]
     results = ranks.run(parallel.world_size, train_each, path, parallel, packings, deadline_s=CALL_S)
     for rank in results:
@@ -134,10 +135,11 @@ def test_shared_prompts_save_tokens(ranks, reference):
 
 @pytest.mark.parametrize("parallel", [SPLITS["DP2"], SPLITS["CP2"], SPLITS["PP2"]], ids=["DP2", "CP2", "PP2"])
 def test_m4_several_minibatches_do_not_depend_on_the_split_either(ranks, reference, parallel):
-    path = reference("dense")[0]
+    path = reference("dense", parallel.pipeline)[0]
     packing = {"minibatches": 3, "budget": 45, "shared_prefix": True}
     [[(expected, weights, _)]] = ranks.run(1, train_each, path, ParallelSpec(), [{"minibatches": 3}])
     for [(figures, found, _)] in ranks.run(2, train_each, path, parallel, [packing]):
-        assert max((found[name] - weights[name]).abs().max().item() for name in weights) <= 1e-5
+        # nine updates, where the other tests make three
+        assert max((found[name] - weights[name]).abs().max().item() for name in weights) <= 3e-5
         assert figures[-1]["train/loss"] == pytest.approx(expected[-1]["train/loss"], rel=1e-5)
         assert figures[-1]["train/clip_fraction"] > 0

@@ -1,6 +1,7 @@
 """The loop over real HTTP and real ranks: each step's samples are fetched once, trained, acknowledged and synced."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,35 @@ class RecordingLog:
         yield
 
 
-def run_loop(spec: RunSpec):
+class FailingCheckpoints:
+    """Of a run with `checkpoint.on_failure: stop`, where one fails in `method` at `step`."""
+
+    stopping = False
+
+    def __init__(self, method, step):
+        self._fails, self._step = (method, step), 0
+
+    def trained(self, step):
+        self._step = step
+        self._at("trained")
+
+    def after_step(self, step):
+        self._at("after_step")
+
+    def close(self):
+        self._at("close")
+
+    def take_figures(self):
+        return {}
+
+    def _at(self, method):
+        from slimerl.training.checkpoint.write import SaveFailed
+
+        if (method, self._step) == self._fails:
+            raise SaveFailed("no space")
+
+
+def run_loop(spec: RunSpec, checkpoints=None):
     import megatron_patches
 
     megatron_patches.apply()
@@ -77,7 +106,8 @@ def run_loop(spec: RunSpec):
     events = []
     log = RecordingLog(events)
     source = RolloutSource(spec, grid, policy.algorithm, policy.batching, client)
-    train(Run(spec, policy.trainer, source, RecordingSyncer(events), log, lambda: policy.export(spec.export_dir)))
+    run = Run(spec, policy.trainer, source, RecordingSyncer(events), log, lambda: policy.export(spec.export_dir))
+    train(run if checkpoints is None else replace(run, checkpoints=checkpoints))
     return events, log.records
 
 
@@ -132,3 +162,20 @@ def test_the_service_running_out_of_batches_ends_every_rank_with_its_message(ran
     with ControlService(spec.run_dir, 1) as service, pytest.raises(RankFailed, match="503: there is no step 2"):
         ranks.run(1, run_loop, spec)
     assert service.of("/batches/next") == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "step", "exported"),
+    [("trained", 2, True), ("after_step", 2, True), ("close", 2, True), ("after_step", 1, False)],
+)
+def test_c5_a_checkpoint_that_fails_at_the_end_ends_the_run_but_does_not_cost_the_model(
+    ranks, tmp_path, method, step, exported
+):
+    """Injected: by checkpoint.on_failure a failed checkpoint stops the run, at the last step or before."""
+    from rank_pool import RankFailed
+
+    tiny.write_model(tmp_path / "model", "qwen3")
+    spec = run_spec(tmp_path, ParallelSpec())
+    with ControlService(spec.run_dir, STEPS), pytest.raises(RankFailed, match="no space"):
+        ranks.run(1, run_loop, spec, FailingCheckpoints(method, step))
+    assert (spec.export_dir / "model.safetensors").exists() == exported

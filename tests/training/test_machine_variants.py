@@ -100,21 +100,22 @@ class RecordingEngines:
             raise RuntimeError("engine-0 has no memory left")
         self.asked.append(("resume", list(tags)))
 
+    def serve(self) -> None:
+        self.asked.append(("serve", []))
+
 
 def turns(model_path: Path, dtype: str):
     """Train with a whole round of hand-overs after each step but the last."""
-    from slimerl.training.hand_over import HandOver, TrainerMemory, first_rank_tells
+    from slimerl.training.hand_over import HandOver, TrainerParts, share_problems
 
     machine = prepare(model_path, ALONE, Variant(dtype))
     engines, figures, freed, held = RecordingEngines(), [], [], []
-    hand_over = None
+    # before the first step, when Adam has no moments yet
+    hand_over = HandOver(TrainerParts(machine.trainer.chunks, machine.optimizer), engines, share_problems)
     for seed in range(STEPS):
         figures.append(machine.trainer.step(machine.packs(seed)))
         if seed == STEPS - 1:
             break
-        if hand_over is None:
-            memory = TrainerMemory(machine.trainer.chunks, machine.optimizer)
-            hand_over = HandOver(memory, engines, first_rank_tells)
         weights = weights_of(machine)
         freed.append((hand_over.begin_sync(), hand_over.begin_generation()))
         held.append(sum(p.untyped_storage().nbytes() for p in machine.built.chunks[0].parameters()))
@@ -134,6 +135,7 @@ def test_memory_comes_back_bit_for_bit_and_training_goes_on_as_if_nothing_had_be
     one_round = [
         ("resume", [MemoryTag.WEIGHTS]),
         ("resume", [MemoryTag.KV_CACHE]),
+        ("serve", []),
         ("release", [MemoryTag.KV_CACHE, MemoryTag.WEIGHTS]),
     ]
     assert asked == one_round * (STEPS - 1)
@@ -146,14 +148,14 @@ def test_memory_comes_back_bit_for_bit_and_training_goes_on_as_if_nothing_had_be
 
 
 def wrong_turns(model_path: Path) -> list[str]:
-    from slimerl.training.hand_over import HandOver, OutOfOrder, TrainerBusy, TrainerMemory, first_rank_tells
+    from slimerl.training.hand_over import HandOver, OutOfOrder, TrainerBusy, TrainerParts, share_problems
 
     machine = prepare(model_path, ALONE, Variant())
     machine.trainer.step(machine.packs(0))
     before = weights_of(machine)
-    memory = TrainerMemory(machine.trainer.chunks, machine.optimizer)
+    memory = TrainerParts(machine.trainer.chunks, machine.optimizer)
     engines = RecordingEngines()
-    hand_over = HandOver(memory, engines, first_rank_tells)
+    hand_over = HandOver(memory, engines, share_problems)
     problems = []
     for turn in (hand_over.begin_generation, hand_over.begin_training):
         with pytest.raises(OutOfOrder) as refused:
@@ -177,27 +179,52 @@ def test_a_turn_out_of_order_or_amid_communication_is_refused_before_anything_mo
     assert busy.startswith("model chunk 0: gradients are being reduced")
 
 
-def failing_engines(model_path: Path, first: bool) -> tuple[str, str]:
+def failing_engines(model_path: Path) -> tuple[str, str, bool, dict[str, float]]:
     import torch.distributed as dist
 
-    from slimerl.training.hand_over import HandOver, HandOverFailed, OutOfOrder, TrainerMemory, first_rank_tells
+    from slimerl.training.hand_over import HandOver, HandOverFailed, OutOfOrder, TrainerParts, share_problems
 
     machine = prepare(model_path, ParallelSpec(data=2), Variant())
     machine.trainer.step(machine.packs(0))
-    memory = TrainerMemory(machine.trainer.chunks, machine.optimizer)
+    before = weights_of(machine)
+    memory = TrainerParts(machine.trainer.chunks, machine.optimizer)
     engines = RecordingEngines(fail=True) if dist.get_rank() == 0 else None
-    hand_over = HandOver(memory, engines, first_rank_tells)
+    hand_over = HandOver(memory, engines, share_problems)
     with pytest.raises(HandOverFailed) as failed:
         hand_over.begin_sync()
     with pytest.raises(OutOfOrder) as refused:
         hand_over.begin_sync()
-    return str(failed.value), str(refused.value)
+    same = all(torch.equal(tensor, before[name]) for name, tensor in weights_of(machine).items())
+    return str(failed.value), str(refused.value), same, machine.trainer.step(machine.packs(1))
 
 
-def test_every_rank_learns_that_the_engines_failed_and_nothing_moves_any_more(ranks, dense: Path) -> None:
-    for failed, refused in ranks.run(2, failing_engines, dense, True):
-        assert "RuntimeError: engine-0 has no memory left" in failed
+def test_every_rank_learns_that_the_engines_failed_and_has_its_state_whole(ranks, dense: Path) -> None:
+    """Adam's moments among it, which the next step shows."""
+    plain, _ = ranks.run(2, train, dense, ParallelSpec(data=2), Variant(), 2)[0]
+    for failed, refused, same, figures in ranks.run(2, failing_engines, dense):
+        assert "rank 0: the engines did not take part: RuntimeError: engine-0 has no memory left" in failed
         assert refused.endswith("the phase is failed")
+        assert same
+        assert figures == pytest.approx(plain[1], rel=1e-6)
+
+
+def test_bytes_that_only_the_device_has_are_neither_freed_nor_brought_back_as_zeros() -> None:
+    from slimerl.training.hand_over import NotCopied, StowedStorage
+
+    tensor = torch.arange(6.0)
+    kept = StowedStorage(tensor.untyped_storage(), keep=True)
+    with pytest.raises(NotCopied, match="24 bytes cannot be freed: it was not copied to the host"):
+        kept.free()
+    kept.copy_out()
+    kept.free()
+    kept.restore()
+    assert torch.equal(tensor, torch.arange(6.0))
+    tensor += 1
+    with pytest.raises(NotCopied):  # the host has what it was a round ago
+        kept.free()
+    with pytest.raises(NotCopied, match="was not stowed"):
+        kept.restore()
+    assert torch.equal(tensor, torch.arange(6.0) + 1)
 
 
 def test_torchs_adam_runs_its_fused_kernel() -> None:

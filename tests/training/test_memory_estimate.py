@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from slimerl.resharding.families import family_of
+from slimerl.resharding.families import BlockScales, Form, family_of
 from slimerl.resharding.layouts import EngineLayout, MegatronLayout
 from slimerl.training.memory_estimate import GIB, checkpoint_bytes, engine_memory, export_bytes, trainer_memory
 
@@ -46,6 +46,14 @@ def test_weights_gradients_and_optimizer_take_megatrons_bytes_per_parameter():
             per_parameter = (memory.weights + memory.gradients + memory.optimizer) / memory.parameters
             assert per_parameter == pytest.approx(kept + spread / data)
         assert checkpoint_bytes(config, dtype) == memory.parameters * (whole - 4)
+
+
+def test_a_reference_model_takes_its_weights_once_in_host_memory():
+    config, layout = model("qwen3_8b"), MegatronLayout(pipeline=2)
+    for cuda in (False, True):
+        without = trainer_memory(config, layout, BF16, 1, cuda=cuda)
+        memory = trainer_memory(config, layout, BF16, 1, cuda=cuda, reference=True)
+        assert memory.total - without.total == (0 if cuda else memory.parameters * 2)
 
 
 def test_context_parallel_ranks_share_the_optimizers_state_too():
@@ -128,3 +136,19 @@ def test_s3_every_large_model_is_estimated_within_three_seconds(name):
     parameters = sum(tensor.numel for tensor in family_of(config).logical_tensors(config))
     assert trainer.parameters == engine.parameters == parameters
     assert trainer.total > parameters * 18
+
+
+def test_an_engine_in_fp8_holds_a_byte_for_each_weight_that_has_a_scale():
+    """Against the tensors themselves, one by one; latent attention's second copy of kv_b_proj stays wide."""
+    form = Form(scales=BlockScales(16))
+    config = tiny_model("deepseek_v3").config.to_dict()
+    held = family_of(config).logical_tensors(config, torch.bfloat16, form)
+    copies = sum(2 * tensor.numel for tensor in held if tensor.name.endswith("kv_b_proj.weight"))
+    narrow = sum(tensor.dtype == torch.float32 and "scale" not in tensor.name for tensor in held)
+    assert narrow == 1, "the correction bias of the only layer with experts"
+    biases = sum(2 * tensor.numel for tensor in held if tensor.name.endswith("correction_bias"))
+    rows = EngineLayout().padded_vocabulary(config["vocab_size"])
+    assert rows == config["vocab_size"]
+    found = engine_memory(config, EngineLayout(), torch.bfloat16, 1, 1, 1, form=form)
+    assert found.weights == sum(tensor.nbytes for tensor in held) + copies - biases
+    assert found.parameters == engine_memory(config, EngineLayout(), torch.bfloat16, 1, 1, 1).parameters

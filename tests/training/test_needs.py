@@ -2,11 +2,14 @@
 
 import pytest
 
-from slimerl.spec.schema import AlgorithmSpec
+from slimerl.algorithms import ALGORITHMS, algorithm_of
+from slimerl.spec.algorithm import ALGORITHM_OPTIONS, AlgorithmSpec
 from slimerl.training.needs import unsupplied
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "rloo", "sft"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "gspo", "cispo", "rloo", "dapo", "reinforce_pp", "reinforce_pp_baseline", "sft"]
+)
 def test_what_the_loop_fills_is_trained(name):
     assert unsupplied(AlgorithmSpec(name=name)) == []
 
@@ -14,11 +17,20 @@ def test_what_the_loop_fills_is_trained(name):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"name": "ppo"}, "token advantages, whitening, critic"),
-        ({"name": "grpo", "kl_coef": 0.1}, "reference"),
+        ({"name": "ppo"}, "with these options needs critic"),
+        ({"name": "dpo"}, "pairs"),
         ({"name": "distillation"}, "teacher"),
-        ({"name": "dapo", "dynamic_sampling_rounds": 3}, "dynamic_sampling_rounds = 3"),
     ],
 )
 def test_what_it_does_not_fill_is_refused_by_name(spec, message):
     assert any(message in line for line in unsupplied(AlgorithmSpec(**spec)))
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "custom"])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_the_spec_knows_which_algorithms_have_a_reference_model(name, kl_coef):
+    options = {"loss_length_tokens": 9} if name == "dr_grpo" else {}
+    if "kl_coef" in ALGORITHM_OPTIONS[name]:
+        options["kl_coef"] = kl_coef
+    spec = AlgorithmSpec(name=name, **options)
+    assert spec.has_reference_model == algorithm_of(spec).needs.reference

@@ -192,7 +192,8 @@ def trainer(built: Built, algorithm: AlgorithmSpec, optimizer: OptimizerSpec, st
     chunks = wrap_for_training(built.chunks, built.config)
     adam = build_optimizer(optimizer, chunks, built.config.params_dtype)
     schedule = build_schedule(optimizer, steps, adam)
-    return PolicyTrainer(chunks, adam, schedule, algorithm_of(algorithm), built.grid)
+    refresh_steps = algorithm.reference_refresh_steps
+    return PolicyTrainer(chunks, adam, schedule, algorithm_of(algorithm), built.grid, refresh_steps)
 
 
 def collected(built: Built) -> dict[str, torch.Tensor]:
@@ -203,10 +204,11 @@ def collected(built: Built) -> dict[str, torch.Tensor]:
     dtype = next(iter(parameters.values())).dtype
     out = {t.name: torch.zeros(t.shape, dtype=dtype) for t in built.map.logical_tensors(dtype)}
     collect(built.map.placements(built.grid.rank), parameters, out)
-    for name, tensor in out.items():
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, tensor)
-        # every rank has its own part and zeros elsewhere; replicated parts agree, so the largest magnitude is the value
-        stacked = torch.stack(parts)
-        out[name] = stacked.gather(0, stacked.abs().argmax(0, keepdim=True))[0]
-    return out
+    flat = torch.cat([tensor.flatten() for tensor in out.values()])
+    parts = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, flat)
+    # every rank has its own part and zeros elsewhere; replicated parts agree, so the largest magnitude is the value
+    stacked = torch.stack(parts)
+    whole = stacked.gather(0, stacked.abs().argmax(0, keepdim=True))[0]
+    sizes = [tensor.numel() for tensor in out.values()]
+    return {name: part.view(out[name].shape) for name, part in zip(out, whole.split(sizes), strict=True)}

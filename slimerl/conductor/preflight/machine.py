@@ -17,7 +17,7 @@ from slimerl.conductor.versions import ENGINE_PINS, TRAINER_PINS, version_fault
 from slimerl.spec import RunSpec
 from slimerl.training.capabilities import Capabilities
 from slimerl.training.engine_layout import engine_config
-from slimerl.training.memory_estimate import GIB, SERVER_RUNTIME_BYTES
+from slimerl.training.memory_estimate import GIB, SERVER_RUNTIME_BYTES, EngineMemory
 
 HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
@@ -71,21 +71,45 @@ def _gpu_memory_bytes() -> list[int]:
 
 
 def gpu_memory_faults(needed: RunEstimate, each: int, colocated: bool = True) -> Iterator[str]:
-    """`each`: memory of the smallest GPU. `colocated`: a trainer and an engine rank share one."""
-    engine = 0 if needed.engine is None else needed.engine.total
-    if not colocated and engine > each:
+    """Each moment of a step on its own: colocated, trainer and engine hand most of their memory to each other.
+
+    Args:
+        each: memory of the smallest GPU.
+        colocated: a trainer and an engine rank share one.
+    """
+    trainer, engine = needed.trainer, needed.engine
+    if engine is not None:
+        yield from _engine_memory_faults(engine, trainer.kept if colocated else 0, each)
+    kept = engine.kept if colocated and engine is not None else 0
+    if trainer.total + kept > each:
+        beside = f" beside the {kept / GIB:.1f} GiB that an engine rank keeps" if kept else ""
         yield (
-            f"an engine rank needs about {engine / GIB:.1f} GiB, a GPU has {each / GIB:.1f}; lower "
-            "engine.max_total_tokens, or raise engine.tensor_parallel or engine.expert_parallel"
+            f"a trainer rank needs about {trainer.total / GIB:.1f} GiB ({_parts(needed)}){beside}, a GPU has "
+            f"{each / GIB:.1f}; {_TRAINER_REMEDY}"
         )
-    engine = engine if colocated else 0
-    if needed.trainer.total + engine > each:
-        beside = f" and an engine rank {engine / GIB:.1f} GiB on the same" if engine else ""
+    if engine is None or not colocated:
+        return
+    both = trainer.weights + trainer.kept + engine.weights + engine.kept + needed.sync_buckets
+    if both > each:
         yield (
-            f"a trainer rank needs about {needed.trainer.total / GIB:.1f} GiB ({_parts(needed)}){beside}, a GPU has "
-            f"{each / GIB:.1f}; {_TRAINER_REMEDY}{', or lower engine.max_total_tokens' if engine else ''}"
+            f"during a sync the weights of a trainer rank ({trainer.weights / GIB:.1f} GiB) and of an engine rank "
+            f"({engine.weights / GIB:.1f}) lie on the same GPU, {both / GIB:.1f} GiB with what else is there, which "
+            f"has {each / GIB:.1f}; spread the model over more ranks (training.parallel), {_ENGINE_REMEDY}, or set "
+            "cluster.placement: disaggregated"
         )
 
+
+def _engine_memory_faults(engine: EngineMemory, kept: int, each: int) -> Iterator[str]:
+    """`kept`: by a trainer rank on the same GPU, while the engine generates."""
+    if engine.total + kept > each:
+        beside = f" beside the {kept / GIB:.1f} GiB that a trainer rank keeps" if kept else ""
+        yield (
+            f"an engine rank needs about {engine.total / GIB:.1f} GiB{beside}, a GPU has {each / GIB:.1f}; lower "
+            f"engine.max_total_tokens, or {_ENGINE_REMEDY}"
+        )
+
+
+_ENGINE_REMEDY = "raise engine.tensor_parallel or engine.expert_parallel"
 
 _TRAINER_REMEDY = (
     "lower training.micro_batch_tokens, set training.recompute: full, or spread the model over more ranks "
@@ -116,6 +140,8 @@ def _parts(needed: RunEstimate) -> str:
         "optimizer": trainer.optimizer,
         "activations": trainer.activations,
     }
+    if trainer.reference:
+        parts["reference model"] = trainer.reference
     return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
 
 

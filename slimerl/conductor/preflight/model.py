@@ -10,13 +10,13 @@ from typing import Any
 
 from slimerl.resharding.coverage import CoverageError
 from slimerl.resharding.families import ConfigError, family_of
-from slimerl.resharding.hf_checkpoint import CheckpointError, HfCheckpoint, check_keys
 from slimerl.resharding.families.family import PLAIN, Form
+from slimerl.resharding.hf_checkpoint import CheckpointError, HfCheckpoint, check_keys
 from slimerl.resharding.layouts import LayoutError
 from slimerl.spec import RunSpec
 from slimerl.spec.schema import ParallelSpec
 from slimerl.training.capabilities import Capabilities
-from slimerl.training.engine_layout import differing_keys, engine_config, engine_form, engine_layout
+from slimerl.training.engine_layout import differences, engine_config, engine_form, engine_layout
 from slimerl.training.model_config import UnsupportedModel, check_divisible, model_arguments, read_config
 from slimerl.training.trainer_layout import trainer_layout
 
@@ -66,18 +66,23 @@ def _served_faults(spec: RunSpec, config: Config) -> list[str]:
             return [
                 *same_model_faults(spec, config, served),
                 *_checkpoint_faults(key, path, served, engine_form(served)),
-                *_caught(lambda: _check_engine(spec, served)),
+                *placement_faults(spec, served, spec.engine.tensor_parallel),
             ]
-        return list(_caught(lambda: _check_engine(spec, served)))
+        return list(placement_faults(spec, served, spec.engine.tensor_parallel))
     except (ConfigError, UnsupportedModel) as error:
         return [f"{key}: {path}: {error}"]
 
 
+def placement_faults(spec: RunSpec, served: Config, ranks: int) -> Iterator[str]:
+    """What the tables say of the first `ranks` ranks of an engine. The first alone tells whether sizes divide."""
+    yield from _caught(lambda: _check_engine(spec, served, ranks))
+
+
 def same_model_faults(spec: RunSpec, config: Config, served: Config) -> Iterator[str]:
     """The engines' `config.json` may differ from the trainer's in how numbers are stored, and in nothing else."""
-    if differing := differing_keys(config, served):
+    if differing := differences(config, served):
         yield (
-            f"engine.model_path: {spec.engine.model_path} is another model than model.path: config.json differs in "
+            f"engine.model_path: {spec.engine.model_path} is another model than model.path: they differ in "
             f"{', '.join(differing)}; name the same model, quantised"
         )
 
@@ -133,10 +138,10 @@ def _check_placements(spec: RunSpec, config: Config, capabilities: Capabilities)
         raise LayoutError(f"training.parallel ({sizes}): {error}") from None
 
 
-def _check_engine(spec: RunSpec, config: Config) -> None:
+def _check_engine(spec: RunSpec, config: Config, ranks: int) -> None:
     tensor, layout, form = spec.engine.tensor_parallel, engine_layout(spec.engine), engine_form(config)
     try:
-        for rank in range(tensor):
+        for rank in range(ranks):
             family_of(config).engine_placements(config, layout, rank, form)
     except LayoutError as error:
         raise LayoutError(f"engine.tensor_parallel = {tensor}: {error}") from None
@@ -174,6 +179,13 @@ def _mlp_faults(spec: RunSpec, config: Config, cuda: bool) -> Iterator[str]:
         yield (
             f"engine.replicated_mlp: SGLang has it for {' and '.join(MLP_SWITCH_FAMILIES)} alone, the model is "
             f"{config['model_type']}; remove it"
+        )
+    experts = next((config[key] for key in ("n_routed_experts", "num_experts") if config.get(key)), None)
+    if engine.expert_parallel > 1 and (experts is None or experts % engine.expert_parallel):
+        yield f"engine.expert_parallel = {engine.expert_parallel} " + (
+            "needs a model with experts; remove it"
+            if experts is None
+            else f"does not divide the model's {experts} experts; choose a divisor"
         )
     spread = {
         "engine.expert_parallel": engine.expert_parallel,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from slimerl.resharding.buckets import aligned
 from slimerl.resharding.families.blocks import EMBEDDING, ConfigError
 from slimerl.resharding.families.scales import BlockScales, scale_name, with_scales
 from slimerl.resharding.families.spelling import Speller
@@ -101,6 +102,19 @@ class Family:
             own = None if checkpoint and weight.widened else weight.dtype
             total += prod(weight.shape) * copies * (own or dtype).itemsize
         return total
+
+    def bucket_extremes(self, config: Config, dtype: torch.dtype, form: Form = PLAIN) -> tuple[int, int]:
+        """Bytes that the largest tensor or fused group takes in a bucket, and all tensors in a single one."""
+        largest = whole = 0
+        for block in {id(block): block for _, block in _blocks(form.of(self.table(config)))}.values():
+            sizes = {w.name: aligned(prod(w.shape) * (w.dtype or dtype).itemsize) for w in block.weights}
+            groups = [rule.sources for rule in block.engine] + [(name,) for name in sizes]
+            for group in groups:
+                names = {*group, *map(scale_name, group)} & sizes.keys()
+                largest = max(largest, sum(sizes[name] for name in names))
+        for weight, copies in _weights(form.of(self.table(config))):
+            whole += aligned(prod(weight.shape) * (weight.dtype or dtype).itemsize) * copies
+        return largest, whole
 
     def fused_groups(self, config: Config, form: Form = PLAIN) -> list[tuple[str, ...]]:
         """Names that must travel together, because the engine holds them in one parameter (q|k|v, gate|up) or cannot

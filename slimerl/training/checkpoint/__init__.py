@@ -2,6 +2,7 @@
 
     directory    names, manifests, verification, choice, removal: plain files, no Megatron
     content      what a checkpoint holds of model, optimizer, schedule and random numbers, for Megatron
+    plan         what each rank writes of it
     write        the asynchronous, agreed write of one checkpoint
     checkpointer what the training loop uses
     resume       the choice of a checkpoint when the trainer starts

@@ -18,13 +18,20 @@ from slimerl.spec import RunSpec
 from slimerl.training.checkpoint import directory
 from slimerl.training.checkpoint.content import TrainedState
 from slimerl.training.checkpoint.directory import Entry, Manifest
-from slimerl.training.checkpoint.write import SaveFailed, Write
+from slimerl.training.checkpoint.write import SaveFailed, Write, agreed
 from slimerl.training.parallel import Grid
 
 logger = logging.getLogger(__name__)
 
 SOURCE_FILE = "source.msgpack"
 """What the source of samples has to know to go on."""
+_OPTIMIZER_MAY_CHANGE = {"clip_grad_norm"}
+"""Read from the spec at every update. All else comes from the checkpoint with Adam's state or is a part of the
+schedule: a changed value would be ignored."""
+
+
+STOP_FILE = "stop"
+"""In the run directory: asks for a checkpoint at the end of the step, and for the end of the run (`slimerl stop`)."""
 
 
 def checkpoint_root(spec: RunSpec) -> Path:
@@ -32,30 +39,41 @@ def checkpoint_root(spec: RunSpec) -> Path:
 
 
 def identity(spec: RunSpec) -> dict[str, Any]:
-    """Keys of the spec without which a run that goes on would be another one."""
+    """Keys of the spec without which a run that goes on would be another one.
+
+    To be asked for once, when a run starts: later the files may be others than those that it reads.
+    """
+    optimizer = spec.training.optimizer.model_dump(exclude=_OPTIMIZER_MAY_CHANGE)
     return {
         "seed": spec.seed,
+        "model.dtype": spec.model.dtype,
+        "digest of model.path's config.json": directory.entry_of(spec.model.path / "config.json").digest,
         "algorithm.name": spec.algorithm.name,
         "training.prompts_per_step": spec.training.prompts_per_step,
         "training.minibatches_per_step": spec.training.minibatches_per_step,
         "rollout.samples_per_prompt": spec.rollout.samples_per_prompt if spec.uses_engines else 1,
         "digest of data.train_path": directory.entry_of(spec.data.train_path).digest,
+        **{f"training.optimizer.{key}": value for key, value in optimizer.items()},
     }
 
 
 @dataclass
 class Checkpointer:
-    """Every method is called on every rank. `source_state`: bytes on the first rank."""
+    """Every method is called on every rank. `source_state`: bytes on the first rank; `identity`: as it was at the
+    start of the run."""
 
     spec: RunSpec
     state: TrainedState
     grid: Grid
     source_state: Callable[[], bytes]
+    identity: dict[str, Any]
     last_step: int = 0
     """Of the newest complete one; 0: none."""
+    stopping: bool = False
+    """The run was asked to stop: the checkpoint of this step is the last thing that it does."""
     _writing: Write | None = None
-    _source: bytes = b""
-    """At the end of the last step that was due."""
+    _source: bytes | None = None
+    """At the end of the last step that was due; None where it could not be had."""
     _source_of_writing: bytes = b""
     _figures: dict[str, float] = field(default_factory=dict)
     _failed: int = 0
@@ -67,8 +85,14 @@ class Checkpointer:
             SaveFailed: as `after_step`.
         """
         self._finish_if_done()
-        if self._due(step):
-            self._source = self.source_state()
+        self.stopping = self._asked_to_stop()
+        if not self._due(step):
+            return
+        self._source = None
+        try:
+            self._source = agreed(self.source_state, "get the source of samples for")
+        except SaveFailed as failure:
+            self._fail(step, failure)
 
     def after_step(self, step: int) -> None:
         """Start a checkpoint if one is due; complete the one before once it is written.
@@ -77,20 +101,23 @@ class Checkpointer:
             SaveFailed: one could not be written, and by checkpoint.on_failure that ends the run.
         """
         self._finish_if_done()
-        if not self._due(step):
+        if not self._due(step) or self._source is None:
             return
         if self._writing is not None:
             self._finish()
         try:
-            self._writing = Write(self._root, step, self.state.tree(loading=False), self.grid.device)
+            tree = agreed(partial(self.state.tree, loading=False), "collect the state for")
+            self._writing = Write(self._root, step, tree, self.grid.device)
             self._source_of_writing = self._source
         except SaveFailed as failure:
             self._fail(step, failure)
 
     def close(self) -> None:
-        """Wait for the write that is under way. Raises SaveFailed."""
+        """Wait for the write that is under way; a request to stop is answered by then. Raises SaveFailed."""
         if self._writing is not None:
             self._finish()
+        if self.grid.is_first:
+            self._stop_file.unlink(missing_ok=True)
 
     def take_figures(self) -> dict[str, float]:
         """`checkpoint/…` since the last call."""
@@ -101,9 +128,19 @@ class Checkpointer:
     def _root(self) -> Path:
         return checkpoint_root(self.spec)
 
+    @property
+    def _stop_file(self) -> Path:
+        return self.spec.run_dir / STOP_FILE
+
+    def _asked_to_stop(self) -> bool:
+        """Decided by one rank: a file may appear while the others look."""
+        if not self.spec.checkpoint.every_steps:
+            return False
+        return bool(ranks_agree_on(self._stop_file.exists() if self.grid.is_first else None))
+
     def _due(self, step: int) -> bool:
         every = self.spec.checkpoint.every_steps
-        return every > 0 and step % every == 0
+        return every > 0 and (step % every == 0 or self.stopping)
 
     def _finish_if_done(self) -> None:
         if self._writing is not None and self._writing.done():
@@ -127,7 +164,7 @@ class Checkpointer:
 
     def _manifest(self, step: int, files: dict[str, Entry]) -> Manifest:
         layout = self.spec.training.parallel.model_dump()
-        return Manifest(step, step, files, layout, identity(self.spec))
+        return Manifest(step, step, files, layout, self.identity)
 
     def _fail(self, step: int, failure: SaveFailed) -> None:
         self._failed += 1

@@ -142,12 +142,16 @@ def start_partial(root: Path, step: int) -> Path:
 
 
 def complete(root: Path, step: int) -> Path:
-    """Give a checkpoint its name: from now on it counts. Raises OSError; it does not count then."""
+    """Give a checkpoint its name: from now on it counts.
+
+    Raises:
+        OSError: it does not count then; among others where one of that step is there, which may be sound: a run that
+            goes on from an older one has set aside what it found damaged.
+    """
     partial, final = partial_path(root, step), complete_path(root, step)
     flush_directory(partial)
     if final.exists():
-        # the run went on from an older one and came here again
-        set_aside(root, step)
+        raise FileExistsError(f"{final} is there already and stays; does another run write to this output_dir?")
     partial.rename(final)
     flush_directory(root)
     return final

@@ -6,15 +6,16 @@ whole, the run does not begin anew by itself.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from slimerl.spec import RunSpec
 from slimerl.training.checkpoint import directory
-from slimerl.training.checkpoint.checkpointer import SOURCE_FILE, checkpoint_root, identity, ranks_agree_on
+from slimerl.training.checkpoint.checkpointer import SOURCE_FILE, checkpoint_root, ranks_agree_on
 from slimerl.training.checkpoint.content import ResumeError, TrainedState
 from slimerl.training.checkpoint.directory import Damaged, Manifest
 from slimerl.training.parallel import Grid
@@ -38,8 +39,11 @@ class Resumed:
         return (self.directory / SOURCE_FILE).read_bytes()
 
 
-def find(spec: RunSpec, grid: Grid) -> Resumed | None:
+def find(spec: RunSpec, grid: Grid, identity: Mapping[str, Any]) -> Resumed | None:
     """Choose; called on every rank.
+
+    Args:
+        identity: of the run that is to go on.
 
     Raises:
         ResumeError: there are checkpoints, but none can be used, or the spec says not to.
@@ -55,11 +59,11 @@ def find(spec: RunSpec, grid: Grid) -> Resumed | None:
         manifest, fault = _verified(directory.complete_path(root, step), grid)
         if manifest is not None and manifest.step == step:
             found = Resumed(directory.complete_path(root, step), manifest, rejected)
-            _check_identity(found, spec)
+            _check_identity(found, identity)
             return found
         rejected.append(f"step-{step}: {fault or 'its manifest is of another step'}")
         if grid.is_first:
-            logger.error("checkpoint %s/step-%d is damaged and not used: %s", root, step, fault)
+            logger.error("checkpoint of %s is damaged and not used: %s", root, rejected[-1])
     if steps:
         raise ResumeError(
             f"none of the checkpoints in {root} is whole: {'; '.join(rejected)}. Bring one back from a copy, or start "
@@ -102,8 +106,8 @@ def _manifest(path: Path) -> tuple[Manifest | None, str]:
         return None, str(error)
 
 
-def _check_identity(found: Resumed, spec: RunSpec) -> None:
-    now, then = identity(spec), found.manifest.identity
+def _check_identity(found: Resumed, now: Mapping[str, Any]) -> None:
+    then = found.manifest.identity
     changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
     if changed:
         raise ResumeError(

@@ -7,7 +7,6 @@ whoever fails, on whatever rank, all ranks learn of it at the same place, and wh
 
 import contextlib
 import ctypes
-import io
 import json
 import os
 import pickle
@@ -16,23 +15,25 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint import CheckpointException
 
 from slimerl.resilience.deadline import Deadline
-from slimerl.training.checkpoint import directory
+from slimerl.training.checkpoint import directory, plan
 from slimerl.training.checkpoint.directory import Entry, Manifest
+
+Answer = TypeVar("Answer")
 
 POLL_S = 0.05
 _FORMAT = ("torch_dist", 1)
 _PR_SET_PDEATHSIG = 1
+_UNKNOWN_STATUS = 255 << 8
 _ERROR_BYTES = 4096
 """Of an error's text; a pipe takes so much at once."""
 
@@ -41,35 +42,23 @@ class SaveFailed(Exception):
     """A checkpoint was not written; the message says where and why. Raised on every rank."""
 
 
-class _Plan(TorchDistSaveShardedStrategy):
-    """Megatron's strategy up to the point where bytes are to be written: its own way from there on waits without a
-    bound for processes that may be gone, leaves a process behind when the trainer is killed, and hangs the other
-    ranks when the first one cannot write."""
-
-    def __init__(self) -> None:
-        super().__init__(*_FORMAT, thread_count=1)
-
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
-        return writer, save_state_dict_ret[1]
-
-
 class Write:
-    """One checkpoint under way. Every method is called on every rank."""
+    """One checkpoint under way. Every method is called on every rank.
+
+    Megatron's own way waits without a bound for processes that may be gone, leaves a process behind when the trainer
+    is killed, and hangs the other ranks when one cannot write.
+    """
 
     def __init__(self, root: Path, step: int, tree: dict[str, Any], device: torch.device) -> None:
         """Plan it and start writing; returns as soon as the state may change again. Raises SaveFailed."""
         self.step, self._root, self._device = step, root, device
         self._child: _Child | None = None
         self._begun = time.monotonic()
-        _agreed(lambda: directory.start_partial(root, step) if dist.get_rank() == 0 else None, "start")
+        agreed(lambda: directory.start_partial(root, step) if dist.get_rank() == 0 else None, "start")
         self._partial = directory.partial_path(root, step)
-        # a stand-in for the queue of a process that would outlive a killed trainer
-        filesystem_async._results_queue = _NO_QUEUE
-        sharded, common = save_preprocess(tree)
-        self._common = _to_bytes(common)
-        self._writer, self._metadata = _Plan().async_save(sharded, self._partial)
         try:
-            _agreed(self._start_child, "start the writer of")
+            self._plan(tree)
+            agreed(self._start_child, "start the writer of")
         except SaveFailed:
             self.abandon()
             raise
@@ -98,10 +87,10 @@ class Write:
         try:
             while not self.done():
                 # every rank has the same opinion of the time only by chance, so one decides
-                _agreed(deadline.check if dist.get_rank() == 0 else (lambda: None), "write")
+                agreed(deadline.check if dist.get_rank() == 0 else (lambda: None), "write")
                 time.sleep(POLL_S)
-            parts = _gathered(_agreed(self._outcome, "write"))
-            _agreed(lambda: self._complete(parts, extra, manifest) if parts is not None else None, "complete")
+            parts = _gathered(agreed(self._outcome, "write"))
+            agreed(lambda: self._complete(parts, extra, manifest) if parts is not None else None, "complete")
         except SaveFailed:
             self.abandon()
             raise
@@ -114,6 +103,12 @@ class Write:
         dist.barrier()
         if dist.get_rank() == 0:
             directory.remove_partial(self._root, self.step)
+
+    def _plan(self, tree: dict[str, Any]) -> None:
+        sharded, common, self._common = agreed(lambda: plan.parts(tree), "prepare")
+        agreed(lambda: plan.check(sharded, common), "check")
+        state = agreed(lambda: plan.in_torch_format(sharded), "prepare")
+        self._writer, self._index = agreed(lambda: plan.planned(state, self._partial), "plan")
 
     def _start_child(self) -> None:
         _, preload, _ = self._writer.get_save_function_and_args()
@@ -139,7 +134,7 @@ class Write:
         self, parts: list["_Outcome"], extra: Mapping[str, bytes], manifest: Callable[[dict[str, Entry]], Manifest]
     ) -> None:
         """On rank 0: the small files, the manifest, the name."""
-        self._writer.finish(self._metadata, [part.results for part in parts])
+        self._writer.finish(self._index, [part.results for part in parts])
         backend, version = _FORMAT
         config = {"sharded_backend": backend, "sharded_backend_version": version}
         config |= {"common_backend": "torch", "common_backend_version": 1}
@@ -180,7 +175,11 @@ class _Child:
 
     def is_running(self) -> bool:
         if self._status is None:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+            except ChildProcessError:
+                # somebody else has asked for it, and how it ended is lost
+                pid, status = self._pid, _UNKNOWN_STATUS
             self._status = os.waitstatus_to_exitcode(status) if pid else None
         return self._status is None
 
@@ -251,31 +250,34 @@ class _NoCount:
     def task_done(self) -> None: ...
 
 
-_NO_QUEUE = object()
-
-
-def _to_bytes(common: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(common, buffer)
-    return buffer.getvalue()
-
-
-def _agreed(act: Callable[[], Any], what: str) -> Any:
+def agreed(act: Callable[[], Answer], what: str) -> Answer:
     """Do `act`, which may fail on some rank, and agree on whether all succeeded.
 
     Raises:
         SaveFailed: it failed somewhere; on every rank.
     """
-    fault, answer = "", None
+    faults: list[list[str]] = [[]] * dist.get_world_size()
+    cause: BaseException | None = None
     try:
         answer = act()
-    except (OSError, directory.Damaged, pickle.UnpicklingError, EOFError) as error:
-        fault = f"rank {dist.get_rank()}: {error}"
-    faults: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(faults, fault)
-    if any(faults):
-        raise SaveFailed(f"cannot {what} the checkpoint: {directory.described([each for each in faults if each])}")
+    # torch's is no Exception; whatever it is, the other ranks must not wait for this one
+    except (Exception, CheckpointException) as error:  # noqa: BLE001
+        cause = error
+    dist.all_gather_object(faults, [] if cause is None else _told(cause))
+    # what torch has told every rank of is said once
+    if found := list(dict.fromkeys(fault for of_rank in faults for fault in of_rank)):
+        raise SaveFailed(f"cannot {what} the checkpoint: {directory.described(found)}") from cause
     return answer
+
+
+def _told(error: BaseException) -> list[str]:
+    if isinstance(error, CheckpointException):
+        return [f"rank {rank}: {_named(fault)}" for rank, (fault, _) in sorted(error.failures.items())]
+    return [f"rank {dist.get_rank()}: {_named(error)}"]
+
+
+def _named(error: BaseException) -> str:
+    return str(error) if isinstance(error, OSError | directory.Damaged) else f"{type(error).__name__}: {error}"
 
 
 def _gathered(outcome: _Outcome) -> list[_Outcome] | None:
