@@ -28,7 +28,7 @@ from slimerl.resilience.processes import die_with_parent
 
 MAX_RANKS = 4
 START_S = 120.0
-CALL_S = 60.0
+CALL_S = 150.0
 STRAGGLER_S = 2.0
 """After one rank has raised, how long the others may still answer; they often wait for it in a collective."""
 

@@ -69,7 +69,7 @@ def test_an_engine_frees_its_kv_cache_and_serves_again(tmp_path: Path, record_pr
 
     model = make_tiny_model("qwen3", tmp_path / "model")
     # 2 layers, 2 heads of 32 elements, keys and values, 4 bytes: 1 KiB a token
-    spec = engine_spec(model, tmp_path / "run", max_total_tokens=2 * 2**20, extra_args=("--enable-memory-saver",))
+    spec = engine_spec(model, tmp_path / "run", max_total_tokens=2 * 2**20)
     server = start_server(spec, 0, Device.CUDA)
     try:
         asyncio.run(server.wait_until_healthy(Deadline("the engine to start", START_S)))

@@ -20,10 +20,17 @@ STEPS = 6
 class Trained:
     """A tiny model on this rank's grid, with what a checkpoint holds of it."""
 
-    def __init__(self, model: Path, parallel: ParallelSpec, dtype: str = "fp32", optimizer: OptimizerSpec = OPTIMIZER):
+    def __init__(
+        self,
+        model: Path,
+        parallel: ParallelSpec,
+        dtype: str = "fp32",
+        optimizer: OptimizerSpec = OPTIMIZER,
+        grid: Any = None,
+    ) -> None:
         from slimerl.training.checkpoint.content import TrainedState
 
-        self.built = tiny.build(model, parallel, dtype)
+        self.built = tiny.build(model, parallel, dtype, grid)
         self.trainer = tiny.trainer(self.built, AlgorithmSpec(), optimizer, STEPS)
         self.state = TrainedState(self.trainer.chunks, self.trainer._optimizer, self.trainer._schedule)
 
@@ -249,11 +256,8 @@ def run_with_faults(spec: Any, faults: list[tuple[str, int]]) -> tuple[list[str]
     checkpointer.logger.addHandler(said)
     try:
         for step, (name, on_rank) in enumerate(faults, start=1):
-            with (
-                mock.patch.object(owners[name], name, _raising(owners[name], name))
-                if rank == on_rank
-                else nullcontext()
-            ):
+            injected = mock.patch.object(owners[name], name, _raising(owners[name], name))
+            with injected if rank == on_rank else nullcontext():
                 checkpoints.trained(step)
                 checkpoints.after_step(step)
                 checkpoints.close()
@@ -298,25 +302,22 @@ def _owners_of_faults(own: Trained, checkpoints: Any) -> dict[str, Any]:
     }
 
 
-def clipped_norms(model: Path, root: Path, norms: list[float]) -> list[float]:
-    """Norm of the gradient that Adam is given after a load under each `clip_grad_norm`, from its first moments."""
+def clipped_norm(model: Path, root: Path, limit: float) -> float:
+    """Norm of the gradient that Adam is given after a load under `clip_grad_norm: limit`, from its first moments."""
     own = Trained(model, ParallelSpec())
     own.train(1, 2)
     finish(own.begin_save(root, 2))
-    found = []
-    for norm in norms:
-        own = Trained(model, ParallelSpec(), optimizer=OPTIMIZER.model_copy(update={"clip_grad_norm": norm}))
-        own.state.load(root / "step-2", updates=2, with_random=True)
-        before = own.snapshot()["moments"]
-        own.train(3, 3)
-        after = own.snapshot()["moments"]
-        beta1 = OPTIMIZER.beta1
-        gradients = [
-            (new["exp_avg"].double() - beta1 * old["exp_avg"].double()) / (1 - beta1)
-            for old, new in zip(before, after, strict=True)
-        ]
-        found.append(float(torch.cat([each.flatten() for each in gradients]).norm()))
-    return found
+    own = Trained(model, ParallelSpec(), "fp32", OPTIMIZER.model_copy(update={"clip_grad_norm": limit}), own.built.grid)
+    own.state.load(root / "step-2", updates=2, with_random=True)
+    before = own.snapshot()["moments"]
+    own.train(3, 3)
+    after = own.snapshot()["moments"]
+    beta1 = OPTIMIZER.beta1
+    gradients = [
+        (new["exp_avg"].double() - beta1 * old["exp_avg"].double()) / (1 - beta1)
+        for old, new in zip(before, after, strict=True)
+    ]
+    return float(torch.cat([each.flatten() for each in gradients]).norm())
 
 
 def find_load_and_listen(specs: list[Any]) -> tuple[list[Any], list[str]]:

@@ -16,6 +16,8 @@ from slimerl.spec.schema import AlgorithmSpec, OptimizerSpec, ParallelSpec
 STEPS = [tiny.random_step(seed) for seed in range(3)]
 # an epsilon above the gradients' rounding: Adam otherwise turns 1e-9 against 2e-9 into a full-sized difference
 OPTIMIZER = OptimizerSpec(lr=1e-2, eps=1e-4)
+CALL_S = 240.0
+"""Of three trainings in one call."""
 ALGORITHMS = {
     "grpo with a reference": {"name": "grpo", "kl_coef": 0.5, "reference_refresh_steps": 2},
     "reinforce_pp with the divergence in the reward": {
@@ -57,8 +59,8 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(ranks, model):
     """By number of minibatches: what one process and one micro-batch make of it."""
-    [one] = ranks.run(1, train, model, ParallelSpec(), {})
-    [two] = ranks.run(1, train, model, ParallelSpec(), {"minibatches": 2})
+    [one] = ranks.run(1, train, model, ParallelSpec(), {}, deadline_s=CALL_S)
+    [two] = ranks.run(1, train, model, ParallelSpec(), {"minibatches": 2}, deadline_s=CALL_S)
     return {1: one, 2: two}
 
 
@@ -66,7 +68,7 @@ def reference(ranks, model):
 def test_m4_reference_and_whitened_token_advantages_do_not_depend_on_the_split(ranks, model, reference, split):
     parallel, minibatches = SPLITS[split]
     packing = {"minibatches": minibatches, "at_least": 2, "shared_prefix": True}
-    for of_rank in ranks.run(parallel.world_size, train, model, parallel, packing):
+    for of_rank in ranks.run(parallel.world_size, train, model, parallel, packing, deadline_s=CALL_S):
         for name, (expected_figures, expected) in reference[minibatches].items():
             figures, weights = of_rank[name]
             for found, wanted in zip(figures, expected_figures, strict=True):

@@ -141,7 +141,7 @@ def test_c5_an_unexpected_error_on_one_rank_is_told_to_all_and_follows_the_spec(
     """Injected: a RuntimeError on one rank alone in each stage of a save; the other must neither hang nor go on."""
     spec = run_spec(tmp_path, made[0] / "model", checkpoint={"on_failure": "warn"})
     faults = [(name, rank) for name, on_ranks in FAULTS.items() for rank in on_ranks]
-    (said, figures), (_, figures_of_1) = ranks.run(2, checkpoint_ranks.run_with_faults, spec, faults)
+    (said, figures), (_, figures_of_1) = ranks.run(2, checkpoint_ranks.run_with_faults, spec, faults, deadline_s=120)
     assert len(said) == len(faults)
     for step, ((name, rank), message) in enumerate(zip(faults, said, strict=True), start=1):
         assert f"the checkpoint of step {step} failed ({step} so far; there is none yet)" in message
