@@ -19,7 +19,10 @@ from slimerl.engine.inside.weight_group import (
     own_address_towards,
 )
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 30.0
+"""Far above what anything here takes, also on a busy machine."""
+SHORT_S = 1.0
+"""Where the timeout is to pass."""
 
 
 @pytest.fixture
@@ -27,14 +30,14 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
 
 
-def address(store: TCPStore, key: str, size: int = 2) -> GroupAddress:
+def address(store: TCPStore, key: str, size: int = 2, timeout_s: float = TIMEOUT_S) -> GroupAddress:
     return {
         "host": "127.0.0.1",
         "port": store.port,
         "key": key,
         "size": size,
         "backend": "gloo",
-        "timeout_s": TIMEOUT_S,
+        "timeout_s": timeout_s,
     }
 
 
@@ -62,8 +65,8 @@ def test_one_group_carries_every_bucket_of_an_update(store: TCPStore) -> None:
 def test_a_member_that_never_comes_breaks_the_group_in_time(store: TCPStore) -> None:
     began = time.monotonic()
     with pytest.raises(GroupBroken, match="not all of 2 members came together"):
-        WeightGroup(address(store, "alone"), 0)
-    assert time.monotonic() - began < 2 * TIMEOUT_S
+        WeightGroup(address(store, "alone", timeout_s=SHORT_S), 0)
+    assert time.monotonic() - began < TIMEOUT_S
 
 
 def test_a_member_that_closes_breaks_the_group_at_once(store: TCPStore) -> None:
@@ -89,7 +92,7 @@ def test_a_store_that_is_gone_is_noticed_at_once(store: TCPStore) -> None:
     began = time.monotonic()
     with pytest.raises(OSError, match="refused"):
         connect_store("127.0.0.1", 1, 60.0)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
 
 
 def test_this_machine_is_told_from_others() -> None:
