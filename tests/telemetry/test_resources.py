@@ -29,7 +29,8 @@ def test_memory_and_threads_of_this_process_are_those_that_psutil_tells():
     threads = [threading.Thread(target=stop.wait) for _ in range(3)]
     for each in threads:
         each.start()
-    assert usage(os.getpid())["threads"] == before["threads"] + 3
+    # threads of earlier tests may end meanwhile: both are asked at one moment
+    assert usage(os.getpid())["threads"] == psutil.Process().num_threads() >= 4
     stop.set()
     for each in threads:
         each.join()
