@@ -6,11 +6,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel
+import pytest
+from pydantic import BaseModel, ValidationError
 
 import slimerl
 from slimerl.spec.load import UNITS
-from slimerl.spec.schema import RunSpec
+from slimerl.spec.schema import ParallelSpec, RunSpec
 
 PACKAGE = Path(slimerl.__file__).parent
 
@@ -112,3 +113,21 @@ def test_s1_a_key_that_nothing_reads_would_be_found():
         read_by_nobody: int = 1
 
     assert "read_by_nobody" in unused_keys(Section)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"sequence_parallel": True}, r"sequence_parallel needs training\.parallel\.tensor > 1"),
+        ({"virtual": 2}, r"virtual needs training\.parallel\.pipeline > 1"),
+        ({"pipeline_layout": "Ett|tL"}, r"pipeline_layout needs training\.parallel\.pipeline > 1"),
+        (
+            {"data": 2, "expert_tensor": 2},
+            r"expert_tensor > 1 needs training\.parallel\.expert > 1 or sequence_parallel",
+        ),
+        ({"data": 3, "expert": 2}, r"expert \* expert_tensor = 2 \* 1 must divide .* = 3"),
+    ],
+)
+def test_s3_a_grid_that_contradicts_itself_names_the_key_and_the_fix(sizes, message):
+    with pytest.raises(ValidationError, match=message):
+        ParallelSpec(**sizes)

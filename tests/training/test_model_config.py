@@ -240,7 +240,7 @@ def test_probabilities_that_are_not_normalised_over_the_chosen_are_softmaxed_bef
         ("qwen3_30b_a3b", {"data": 3, "expert": 3}, r"expert = 3 does not divide .*num_moe_experts = 128"),
         (
             "qwen3_30b_a3b",
-            {"data": 5, "expert_tensor": 5},
+            {"data": 10, "expert": 2, "expert_tensor": 5},
             r"expert_tensor = 5 does not divide .*moe_ffn_hidden_size = 768; set training\.parallel\.expert_tensor",
         ),
     ],
