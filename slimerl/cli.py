@@ -212,15 +212,23 @@ def spec_get(
 def stop(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="E.g. runs/quickstart.")]) -> None:
     """Ask the run of RUN_DIR to save a checkpoint at the end of its step, and to end. Started again, it goes on there.
 
-    Exit code 0: it will; 2: RUN_DIR is no run's directory, or the run keeps no checkpoints.
+    Exit code 0: it is asked to; if its checkpoint fails, the run itself ends with an error. 2: RUN_DIR is no run's
+    directory, no run holds it now, or the run keeps no checkpoints.
     """
-    from slimerl.training.checkpoint.checkpointer import STOP_FILE
+    from slimerl.conductor.run import SPEC_FILE, is_held
+    from slimerl.training.checkpoint.directory import STOP_FILE
 
-    spec_file = run_dir / "spec.yaml"
+    spec_file = run_dir / SPEC_FILE
     if not spec_file.is_file():
         _fail(f"{run_dir} is no run's directory: it has no spec.yaml", 2)
     if not _loaded(spec_file, None).checkpoint.every_steps:
         _fail(f"the run of {run_dir} keeps no checkpoints (checkpoint.every_steps = 0); end it with Ctrl-C", 2)
+    if not is_held(run_dir):
+        _fail(
+            f"no run holds {run_dir}/lock: there is nothing to stop. Roles that were started one by one, or on a file "
+            f"system that does not carry locks between machines, are asked by: touch {run_dir / STOP_FILE}",
+            2,
+        )
     (run_dir / STOP_FILE).touch()
 
 

@@ -77,11 +77,16 @@ def load_function(path: str, parameters: Sequence[str], key: str) -> Callable[..
     module_name, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise CustomFunctionError(f"{key}: cannot load {path}: {error}; is it on PYTHONPATH?") from error
     if not callable(function):
         raise CustomFunctionError(f"{key}: {path} is a {type(function).__name__}, not a function")
-    declared = inspect.signature(function).parameters.values()
+    try:
+        declared = inspect.signature(function).parameters.values()
+    except ValueError:  # some of those written in C
+        raise CustomFunctionError(
+            f"{key}: {path} does not tell its parameters; it must take ({', '.join(parameters)})"
+        ) from None
     wanted = [each.name for each in declared if each.default is inspect.Parameter.empty]
     if wanted != list(parameters):
         raise CustomFunctionError(f"{key}: {path} takes ({', '.join(wanted)}), it must take ({', '.join(parameters)})")

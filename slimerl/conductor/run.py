@@ -27,12 +27,30 @@ from slimerl.telemetry.report import final_table
 from slimerl.telemetry.resources import RESOURCES_DIR
 from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, exported, read_records
 from slimerl.telemetry.trace import TRACE_DIR
-from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps
+from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE, complete_steps, unusable_names
 
 POLL_S = 0.2
 
 LOCK = "lock"
 """File that marks a directory as a run's, locked while the run lasts."""
+SPEC_FILE = "spec.yaml"
+_SYNC = "sync"
+"""Buckets of `sync.transport: disk`."""
+_FILES_OF_A_START = (TRACE_FILE, ADDRESS_FILE, STOP_FILE)
+_DIRECTORIES_OF_A_START = (TRACE_DIR, RESOURCES_DIR)
+"""Mean nothing to a run that goes on: an address of a service that is gone, a request to stop that came too late."""
+_FILES_OF_A_RECORD = (METRICS_FILE, EVENTS_FILE)
+_DIRECTORIES_OF_A_RECORD = ("tensorboard", "logs", CHECKPOINTS_DIR)
+USED_NAMES = (
+    LOCK,
+    SPEC_FILE,
+    _SYNC,
+    *_FILES_OF_A_START,
+    *_DIRECTORIES_OF_A_START,
+    *_FILES_OF_A_RECORD,
+    *_DIRECTORIES_OF_A_RECORD,
+)
+"""What a run itself keeps in its directory, beside the model."""
 
 
 class RunDirectoryTaken(RuntimeError):
@@ -55,7 +73,7 @@ def run(spec: RunSpec, console: Console, fresh: bool = False) -> None:
         KeyboardInterrupt, Terminated: asked to stop; every role has been ended.
     """
     with _claimed(spec.run_dir, fresh) as run_dir:
-        spec_file = run_dir / "spec.yaml"
+        spec_file = run_dir / SPEC_FILE
         spec_file.write_text(dump_spec(spec), encoding="utf-8")
         console.print(f"run [bold]{spec.name}[/bold]: record in {run_dir}, logs in {run_dir / 'logs'}", soft_wrap=True)
         trace.start(run_dir, "conductor")
@@ -74,7 +92,7 @@ def prepare(spec: RunSpec, fresh: bool = False) -> Path:
         RunDirectoryTaken: as `run`.
     """
     with _claimed(spec.run_dir, fresh) as run_dir:
-        spec_file = run_dir / "spec.yaml"
+        spec_file = run_dir / SPEC_FILE
         spec_file.write_text(dump_spec(spec), encoding="utf-8")
     return spec_file
 
@@ -113,6 +131,18 @@ def _raise_terminated(_signal: int, _frame: FrameType | None) -> None:
     raise Terminated
 
 
+def is_held(run_dir: Path) -> bool:
+    """Does a run hold the directory now? Raises OSError: its file system carries no locks."""
+    try:
+        with (run_dir / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 @contextmanager
 def _claimed(run_dir: Path, fresh: bool) -> Iterator[Path]:
     """Hold the directory for this run alone; what an earlier run left there is gone on with, or goes where `fresh`."""
@@ -125,9 +155,9 @@ def _claimed(run_dir: Path, fresh: bool) -> Iterator[Path]:
         except BlockingIOError:
             raise RunDirectoryTaken(f"{run_dir} is in use by a running run; set output_dir=… to another") from None
         goes_on = not fresh and _goes_on(run_dir)
-        for name in (TRACE_FILE, ADDRESS_FILE, *(() if goes_on else (METRICS_FILE, EVENTS_FILE))):
+        for name in (*_FILES_OF_A_START, *(() if goes_on else _FILES_OF_A_RECORD)):
             (run_dir / name).unlink(missing_ok=True)
-        for name in (TRACE_DIR, RESOURCES_DIR, *(() if goes_on else ("tensorboard", "logs", CHECKPOINTS_DIR))):
+        for name in (*_DIRECTORIES_OF_A_START, *(() if goes_on else _DIRECTORIES_OF_A_RECORD)):
             shutil.rmtree(run_dir / name, ignore_errors=True)
         (run_dir / "logs").mkdir(exist_ok=True)
         yield run_dir
@@ -139,11 +169,13 @@ def _goes_on(run_dir: Path) -> bool:
     Raises:
         RunDirectoryTaken: it left a record that cannot be gone on with.
     """
-    if not (run_dir / METRICS_FILE).exists() and not complete_steps(run_dir / CHECKPOINTS_DIR):
+    complete, unusable = complete_steps(run_dir / CHECKPOINTS_DIR), unusable_names(run_dir / CHECKPOINTS_DIR)
+    if not (run_dir / METRICS_FILE).exists() and not complete and not unusable:
         return False
     ways = "pass --fresh to replace it, or set output_dir=…"
     if exported(read_records(run_dir / EVENTS_FILE)):
         raise RunDirectoryTaken(f"{run_dir} holds the record of an earlier run, which is finished; {ways}")
-    if not complete_steps(run_dir / CHECKPOINTS_DIR):
-        raise RunDirectoryTaken(f"{run_dir} holds the record of an earlier run, but no checkpoint of it; {ways}")
+    if not complete:
+        only = f" that can be used, only {', '.join(unusable)}" if unusable else ""
+        raise RunDirectoryTaken(f"{run_dir} holds the record of an earlier run, but no checkpoint of it{only}; {ways}")
     return True

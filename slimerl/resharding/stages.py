@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from slimerl.resharding.layouts import LayoutError, divide
 
+LONGEST_LAYOUT = 100_000
+"""Characters of a spelled-out pipeline layout, far beyond any model's: a slip in a count must not fill the memory."""
+
 
 class Stages(NamedTuple):
     """`MegatronLayout(stage_layers=stages.layers, prediction_stage=stages.prediction, ...)`."""
@@ -65,11 +68,9 @@ def read_stages(text: str, pipeline: int) -> Stages:
     Example: `read_stages("Et*3|(tt|)*29,m|L", 32)`: 3 layers, 29 times 2, the prediction layer, the head (DeepSeek-V3).
 
     Raises:
-        LayoutError: another character, or a place that Megatron does not allow.
+        LayoutError: another character, a place that Megatron does not allow, or a layout beyond all measure.
     """
-    spelled = re.sub(r"[,\s]", "", text)
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        spelled = re.sub(repeated, lambda found: found[1] * int(found[2]), spelled)
+    spelled = _spelled_out(text)
     if unknown := set(spelled) - set("EtmL|"):
         raise LayoutError(
             f"pipeline layout {text!r} has {', '.join(sorted(unknown))}; known are E, t, m, L, |, (...)*n"
@@ -86,6 +87,20 @@ def read_stages(text: str, pipeline: int) -> Stages:
     if len(places) > 1 or any(place < (chunks - 1) * pipeline for place in places):
         raise LayoutError(f"pipeline layout {text!r}: all m must be in one stage, in its last chunk")
     return _stages(counts, places[0] % pipeline if places else None)
+
+
+def _spelled_out(text: str) -> str:
+    """Without commas, blanks and repetitions."""
+    spelled = re.sub(r"[,\s]", "", text)
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        # as a real number, which takes any number of digits
+        length = sum(len(found[1]) * float(found[2]) for found in re.finditer(repeated, spelled))
+        if length > LONGEST_LAYOUT:
+            raise LayoutError(
+                f"pipeline layout {text!r} would be {length:.4g} characters long, spelled out; lower its counts"
+            )
+        spelled = re.sub(repeated, lambda found: found[1] * int(found[2]), spelled)
+    return spelled
 
 
 def _stages(counts: Sequence[Sequence[int]], prediction: int | None = None) -> Stages:

@@ -1,4 +1,7 @@
-"""Types of the specification's fields. Invariant: strict, frozen; whole numbers are accepted where reals are meant."""
+"""Types of the specification's fields.
+
+Invariant: strict, frozen; reals are finite, and whole numbers are accepted where reals are meant.
+"""
 
 from typing import Annotated
 
@@ -6,15 +9,24 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Strict(BaseModel):
-    """Unknown keys and wrong types are errors; values cannot be reassigned."""
+    """Unknown keys, wrong types, infinities and NaN are errors; values cannot be reassigned."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def _float_from_int(value: object) -> object:
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("input should be a number below 1.8e308") from None
 
 
 Real = Annotated[float, BeforeValidator(_float_from_int)]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+Workers = Annotated[int, Field(gt=0, le=1024)]
+"""Threads or processes of one role; more than any machine has cores for is a slip of the pen."""
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+"""NumPy, which SGLang seeds with it, takes 32 bits; the engines and Megatron's ranks add numbers of their own."""

@@ -8,10 +8,10 @@ A default lives here and nowhere else.
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slimerl.spec.algorithm import AlgorithmSpec
-from slimerl.spec.fields import NonNegative, Positive, Real, Strict
+from slimerl.spec.fields import NonNegative, Positive, Real, Seed, Strict, Workers
 
 
 def _path_from_text(value: object) -> object:
@@ -20,6 +20,12 @@ def _path_from_text(value: object) -> object:
 
 def _tuple_from_list(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
+
+
+def _no_directory_itself(name: str) -> str:
+    if name in (".", ".."):
+        raise ValueError("a run's name is that of its directory, and '.' and '..' are others; choose another")
+    return name
 
 
 FilePath = Annotated[Path, BeforeValidator(_path_from_text)]
@@ -126,7 +132,7 @@ class TrainingSpec(Strict):
     not used; always: with FlexAttention in its place."""
     parallel: ParallelSpec = ParallelSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
-    threads_per_rank: Positive = 1
+    threads_per_rank: Workers = 1
     export_path: FilePath | None = None
     """Where the trained model is written as a Hugging Face checkpoint; default: OUTPUT_DIR/model."""
 
@@ -171,7 +177,7 @@ class EngineSpec(Strict):
     max_total_tokens: Positive = 20_000
     """KV cache size in tokens, of each attention group."""
     context_tokens: Positive = 2048
-    threads: Positive = 1
+    threads: Workers = 1
     """CPU threads of one engine process; without meaning on a GPU."""
     extra_args: Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)] = ()
     """Further arguments of `sglang.launch_server`, as they stand."""
@@ -203,7 +209,7 @@ class ClusterSpec(Strict):
 
 class RewardSpec(Strict):
     kind: Literal["math"] = "math"
-    workers: Positive = 1
+    workers: Workers = 1
     timeout_s: Seconds = 10.0
     on_failure: Literal["drop", "zero"] = "drop"
     """What becomes of a sample whose reward could not be computed."""
@@ -263,10 +269,10 @@ class DeadlineSpec(Strict):
 
 
 class RunSpec(Strict):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$"), AfterValidator(_no_directory_itself)]
     output_dir: FilePath | None = None
     """Default: runs/NAME."""
-    seed: NonNegative = 1234
+    seed: Seed = 1234
     model: ModelSpec
     data: DataSpec
     algorithm: AlgorithmSpec = AlgorithmSpec()

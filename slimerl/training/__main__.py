@@ -23,6 +23,7 @@ from slimerl.resharding.hf_checkpoint import CheckpointError
 from slimerl.resharding.layouts import LayoutError
 from slimerl.resilience.deadline import Deadline
 from slimerl.resilience.processes import die_with_parent
+from slimerl.resilience.tied import tied_parent
 from slimerl.samples.rows import DataError
 from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.telemetry import trace
@@ -42,7 +43,7 @@ COLLECTIVE_MARGIN_S = 60.0
 
 def main(arguments: list[str]) -> int:
     """Run one rank of the trainer; returns its exit code."""
-    die_with_parent(os.getppid())
+    die_with_parent(tied_parent())
     end_on_sigterm()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if not arguments:

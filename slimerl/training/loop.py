@@ -67,6 +67,10 @@ class Checkpoints(Protocol):
         """Wait for what is being written."""
         ...
 
+    def require(self, step: int) -> None:
+        """Raises SaveFailed: there is no complete checkpoint of `step`, whatever checkpoint.on_failure says."""
+        ...
+
 
 class NoCheckpoints:
     """Of a run that keeps none."""
@@ -81,6 +85,8 @@ class NoCheckpoints:
         return {}
 
     def close(self) -> None: ...
+
+    def require(self, step: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,8 @@ def train(run: Run) -> None:
     """Run all steps of the spec that are not done yet, then export the model; asked to stop, end with a checkpoint.
 
     Raises:
-        SaveFailed: by checkpoint.on_failure; where it happens at the last step, once the model is exported.
+        SaveFailed: by checkpoint.on_failure; where it happens at the last step, once the model is exported. Always
+            where the run was asked to stop and the checkpoint of that step failed.
     """
     clock, alarms = StepClock(run.log), Alarms(run.spec.model.dtype, run.log)
     steps = run.spec.training.steps
@@ -136,6 +143,7 @@ def train(run: Run) -> None:
             _checkpoint(run, clock, step, at_the_end)
         if run.checkpoints.stopping and step < steps:
             run.checkpoints.close()
+            run.checkpoints.require(step)
             return
     _take_memory_back(run, clock, steps)
     with clock(steps, "export"):

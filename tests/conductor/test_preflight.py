@@ -76,6 +76,32 @@ CASES = {
         "training.parallel.pipeline_layout = 'Et|L' places 1 layers, the model's num_hidden_layers is 2; write one t "
         "for each layer",
     ),
+    "stages beyond all measure": (
+        ["training.parallel.pipeline=2", "training.parallel.pipeline_layout=Et*1000000000000|L"],
+        nothing,
+        "training.parallel.pipeline_layout: pipeline layout 'Et*1000000000000|L' would be 1e+12 characters long, "
+        "spelled out; lower its counts",
+    ),
+    "loss function of no module": (
+        ["algorithm.name=custom", "algorithm.loss_function=nosuch:f"],
+        nothing,
+        "algorithm.loss_function: cannot load nosuch:f: No module named 'nosuch'; is it on PYTHONPATH?",
+    ),
+    "loss function with other parameters": (
+        ["algorithm.name=custom", "algorithm.loss_function=os:getcwd"],
+        nothing,
+        "algorithm.loss_function: os:getcwd takes (), it must take (tokens)",
+    ),
+    "loss function that does not tell its parameters": (
+        ["algorithm.name=custom", "algorithm.loss_function=builtins:max"],
+        nothing,
+        "algorithm.loss_function: builtins:max does not tell its parameters; it must take (tokens)",
+    ),
+    "infinite number": (
+        ["training.optimizer.lr=.inf"],
+        nothing,
+        "spec.yaml: training.optimizer.lr: input should be a finite number (found inf)",
+    ),
     "warm-up longer than the run": (
         ["training.optimizer.warmup_steps=3"],
         nothing,
@@ -226,6 +252,43 @@ def test_s3_bad_input_is_one_clear_line_and_nothing_starts(home, case):
     assert lines[0].startswith(begin) if more else lines == [expected]
 
 
+USED = [
+    "checkpoints",
+    "checkpoints/step-5",
+    "logs",
+    "lock/x",
+    "spec.yaml",
+    "stop",
+    "trace",
+    "tensorboard",
+    "x/../trace.json",
+]
+USED += ["metrics.jsonl", "events.jsonl", "resources", "rollout.json", "sync"]
+
+
+@pytest.mark.parametrize("name", USED)
+def test_s3_an_export_over_what_the_run_itself_keeps_is_refused(home, name):
+    """Injected: training.export_path is a path in the run directory that the run writes."""
+    code, [line] = check(home, f"training.export_path=run/{name}")
+    assert code == 2
+    assert line.startswith(f"training.export_path: {(home / 'run' / name).resolve()} would be replaced, but run/")
+
+
+def test_s3_an_export_to_where_a_link_of_the_run_leads_is_refused(home):
+    """Injected: the checkpoints lie on another disk, and the export is to go there."""
+    (home / "run").mkdir()
+    (home / "run" / "lock").touch()
+    (home / "big").mkdir()
+    (home / "run" / "checkpoints").symlink_to(home / "big")
+    code, [line] = check(home, "training.export_path=big")
+    assert (code, "run/checkpoints is the run's own" in line) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["model", "exported/last", "checkpoints-exported"])
+def test_an_export_in_the_run_directory_beside_what_the_run_keeps_is_sound(home, name):
+    assert check(home, f"training.export_path=run/{name}")[0] == 0
+
+
 def test_sound_input_passes_and_the_derived_values_are_printed(home):
     result = CliRunner().invoke(app, ["check", "spec.yaml"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.stderr
@@ -296,6 +359,14 @@ def test_s3_experts_over_ranks_that_do_not_divide_them_are_refused(home, family)
             "experts"
         ],
     )
+
+
+def test_experts_that_are_spread_and_cut_pass(home):
+    """Injected: two dimensions that are sound together alone."""
+    shutil.rmtree(home / "model")
+    make_tiny_model("qwen3_moe", home / "model")
+    grid = [f"training.parallel.{each}" for each in ("data=4", "expert=2", "expert_tensor=2")]
+    assert check(home, *grid) == (0, [])
 
 
 def test_r3_a_row_longer_than_the_model_is_refused_for_fine_tuning(home):

@@ -12,6 +12,7 @@ import pytest
 from slimerl.conductor.roles import RoleCommand
 from slimerl.conductor.supervise import RoleFailed, RoleProcess, end_all, watch
 from slimerl.resilience.deadline import Deadline
+from slimerl.resilience.tied import tied_command
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -114,3 +115,22 @@ def test_ending_many_roles_takes_one_grace_period_not_many(start):
     end_all(roles, grace_s=1.0)
     assert time.monotonic() - began < 8.0
     assert all(role.exit_code == -signal.SIGKILL for role in roles)
+
+
+def test_a5_a_child_that_starts_when_its_tied_parent_is_gone_notices_it(tmp_path):
+    """Injected: torchrun is killed while a rank still imports. The rank has another parent then, which lives on."""
+    told = tmp_path / "told"
+    child = (
+        "import os, pathlib, time\n"
+        "from slimerl.resilience.processes import Orphaned, die_with_parent\n"
+        "from slimerl.resilience.tied import tied_parent\n"
+        "while os.getppid() == tied_parent():\n"
+        "    time.sleep(0.01)\n"
+        "try:\n"
+        "    die_with_parent(tied_parent())\n"
+        "except Orphaned:\n"
+        f"    pathlib.Path({str(told)!r}).write_text('orphaned')\n"
+    )
+    launcher = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
+    subprocess.run(tied_command([sys.executable, "-c", launcher]), check=True, timeout=60)
+    Deadline("the child to notice", 60).wait_until(told.exists)

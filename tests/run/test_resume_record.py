@@ -68,6 +68,32 @@ def test_a_run_that_ended_early_goes_on_with_its_record_its_logs_and_its_checkpo
         assert not (tmp_path / "rollout.json").exists(), "the address of a service that is gone"
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_c1_a_request_to_stop_the_run_before_does_not_end_the_next_one(tmp_path, fresh):
+    """Injected: a request that came when the run before was past its last step."""
+    earlier_run(tmp_path)
+    (tmp_path / "stop").touch()
+    with _claimed(tmp_path, fresh):
+        assert not (tmp_path / "stop").exists()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("left", ["step-2.damaged", "a link"])
+def test_c2_what_may_hold_work_is_not_removed_by_a_start(tmp_path, left, recorded):
+    """Injected: the only checkpoint was set aside as damaged, or is a link to a disk that is not mounted."""
+    with _claimed(tmp_path, fresh=False):
+        if recorded:
+            record(tmp_path, 0, 1, 2)
+        (tmp_path / "checkpoints").mkdir()
+        if left == "a link":
+            (tmp_path / "checkpoints" / "step-2").symlink_to(tmp_path / "nowhere")
+        else:
+            (tmp_path / "checkpoints" / left).mkdir()
+    with pytest.raises(RunDirectoryTaken, match=r"only step-2.*--fresh"), _claimed(tmp_path, fresh=False):
+        pass
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
 def test_fresh_begins_anew_without_the_checkpoints_of_the_run_before(tmp_path):
     earlier_run(tmp_path)
     with _claimed(tmp_path, fresh=True):

@@ -108,9 +108,19 @@ def start(spec: Path, *overrides: str, keep_record: bool = False, fresh: bool = 
         (spec.parent / "run" / "metrics.jsonl").unlink(missing_ok=True)
     command = [sys.executable, "-m", "slimerl.cli", "run", str(spec), *(["--fresh"] if fresh else []), *overrides]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "120"}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "120"},
+        preexec_fn=_heed_interrupts,
     )
     return Run(spec, process)
+
+
+def _heed_interrupts() -> None:
+    """A shell lets its background jobs, and all that they start, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def interrupt(run: Run) -> None:

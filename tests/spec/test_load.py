@@ -84,6 +84,38 @@ def test_s1_a_value_with_a_unit_is_told_to_be_a_plain_number(minimal, key, unit)
     assert f"write a plain number of {unit}" in refusal(minimal, f"{key}=5min")
 
 
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e999"])
+@pytest.mark.parametrize("key", ["training.optimizer.lr", "deadlines.start_s", "algorithm.clip_high"])
+def test_an_endless_number_is_refused(minimal, key, value):
+    assert f"{key}: input should be a finite number (found " in refusal(minimal, f"{key}={value}")
+
+
+def test_a_whole_number_beyond_the_reals_is_refused(minimal):
+    assert "training.optimizer.lr: input should be a number below" in refusal(
+        minimal, f"training.optimizer.lr=1{'0' * 400}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "largest"),
+    [
+        ("seed", 2**31 - 1),
+        ("training.threads_per_rank", 1024),
+        ("engine.threads", 1024),
+        ("reward.workers", 1024),
+    ],
+)
+def test_a_number_that_no_machine_takes_is_refused(minimal, key, largest):
+    """Injected: one more than the largest; that one passes."""
+    load_spec(minimal, [f"{key}={largest}"])
+    assert refusal(minimal, f"{key}={largest + 1}").startswith(f"{minimal}: {key}: input should be less than")
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_a_run_is_not_named_as_another_directory(minimal, name):
+    assert "name: a run's name is that of its directory" in refusal(minimal, f"name='{name}'")
+
+
 @pytest.mark.parametrize("text", ["1: a\n", "? [a]\n: b\n", "? {a: b}\n: c\n", "null: a\n"])
 def test_s1_a_key_that_is_no_text_is_refused(minimal, text):
     minimal.write_text(text)

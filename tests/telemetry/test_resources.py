@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import psutil
@@ -12,8 +11,11 @@ import pytest
 from slimerl.telemetry.resources import GIB, ResourceMeter, collect, usage
 from slimerl.telemetry.slopes import robust_slope
 
-HOLD = """
-import sys
+THREADS = 3
+HOLD = f"""
+import sys, threading
+for _ in range({THREADS}):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
 ballast = bytearray(64 * 2**20)
 files = [open("/dev/null") for _ in range(20)]
 print("ready", flush=True)
@@ -21,19 +23,16 @@ sys.stdin.read()
 """
 
 
-def test_memory_and_threads_of_this_process_are_those_that_psutil_tells():
-    before = usage(os.getpid())
-    assert before["rss_gib"] == pytest.approx(psutil.Process().memory_info().rss / GIB, rel=0.02)
-    assert before["peak_gib"] >= before["rss_gib"] * 0.99
-    stop = threading.Event()
-    threads = [threading.Thread(target=stop.wait) for _ in range(3)]
-    for each in threads:
-        each.start()
-    # threads of earlier tests may end meanwhile: both are asked at one moment
-    assert usage(os.getpid())["threads"] == psutil.Process().num_threads() >= 4
-    stop.set()
-    for each in threads:
-        each.join()
+def test_memory_and_threads_of_a_process_are_those_that_psutil_tells():
+    """Of a process of its own: this one may have rank processes as children, which count as its own."""
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout.readline() == b"ready\n"
+        found, told = usage(child.pid), psutil.Process(child.pid)
+        assert found["rss_gib"] == pytest.approx(told.memory_info().rss / GIB, rel=0.02)
+        assert found["peak_gib"] >= found["rss_gib"] * 0.99
+        assert found["threads"] == told.num_threads() == 1 + THREADS
+        assert found["fds"] == told.num_fds()
+        child.stdin.close()
 
 
 def test_what_descendants_take_is_their_roles():

@@ -133,6 +133,26 @@ def test_c2_a_checkpoint_that_is_there_is_not_replaced_by_one_of_the_same_step(t
     assert faults(first) == []
 
 
+@pytest.mark.parametrize("name", ["step-07", "step-٣", "step-³", "step-+7", "step-7 ", "step-"])
+def test_c2_a_name_that_is_not_written_like_that_is_no_step(tmp_path, name):
+    """Injected: a directory whose name holds another spelling of a number."""
+    write(tmp_path, 3)
+    (tmp_path / name).mkdir()
+    assert directory.complete_steps(tmp_path) == [3]
+    assert directory.unusable_names(tmp_path) == [name]
+
+
+def test_c2_a_link_that_leads_nowhere_is_told_among_what_cannot_be_used(tmp_path):
+    """Injected: a checkpoint on a disk that is not mounted, one that is a file, one set aside."""
+    write(tmp_path, 0)
+    (tmp_path / "step-6").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "step-7").touch()
+    (tmp_path / "step-8.damaged").mkdir()
+    (tmp_path / "step-9.partial").mkdir()
+    assert directory.complete_steps(tmp_path) == [0]
+    assert directory.unusable_names(tmp_path) == ["step-6", "step-7", "step-8.damaged"]
+
+
 def test_older_ones_go_once_a_newer_one_is_complete(tmp_path):
     for step in (3, 6, 9, 12):
         write(tmp_path, step)

@@ -108,6 +108,19 @@ def test_c2_the_newest_whole_one_is_used_and_a_run_never_begins_anew_by_itself(r
     assert answers[8] == (2, b"source at 2", ["step-3: its manifest is of another step"])
 
 
+def test_c2_a_run_whose_checkpoints_cannot_be_used_does_not_begin_anew(ranks, tmp_path, made):
+    """Injected: only one set aside as damaged is left; the newest is a link that leads nowhere."""
+    aside, linked = damaged(tmp_path, made, "a"), damaged(tmp_path, made, "l")
+    shutil.rmtree(aside.run_dir / "checkpoints" / "step-2")
+    (aside.run_dir / "checkpoints" / "step-3").rename(aside.run_dir / "checkpoints" / "step-3.damaged")
+    (linked.run_dir / "checkpoints" / "step-4").symlink_to(tmp_path / "nowhere")
+    [(answers, logged), _] = ranks.run(2, checkpoint_ranks.find_load_and_listen, [aside, linked])
+    assert "no checkpoint that can be used, only step-3.damaged" in answers[0]
+    assert "--fresh" in answers[0]
+    assert answers[1] == (3, b"source at 3", [])
+    assert any("passed over" in line and line.endswith(": step-4") for line in logged)
+
+
 @pytest.mark.parametrize("policy", ["warn", "stop"])
 def test_c5_a_failed_checkpoint_is_counted_and_the_run_goes_on_or_stops_as_the_spec_says(ranks, tmp_path, made, policy):
     """Injected: rank 1 cannot write more than 20 kB after step 2."""

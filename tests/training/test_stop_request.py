@@ -3,14 +3,16 @@
 import json
 
 import pytest
+from rank_pool import RankFailed
 from safetensors.torch import load_file
 from stop_ranks import fine_tune
 from tiny_models import make_tiny_model
 from typer.testing import CliRunner
 
 from slimerl.cli import app
+from slimerl.conductor.run import _claimed
 from slimerl.spec.load import dump_spec, spec_from_tree
-from slimerl.training.checkpoint.checkpointer import STOP_FILE
+from slimerl.training.checkpoint.directory import STOP_FILE
 
 ROWS = [{"id": str(number), "prompt": f"{number}+1=", "response": str(number + 1)} for number in range(12)]
 
@@ -52,13 +54,35 @@ def test_a_run_that_is_asked_to_stop_saves_ends_and_goes_on_as_if_it_never_had(r
     assert all(ours[name].equal(theirs[name]) for name in ours)
 
 
+def test_c5_a_stop_whose_checkpoint_fails_is_an_error_that_names_it(ranks, runs):
+    """Injected: a file in the place of the directory of checkpoints; a failure is a warning by the spec."""
+    stopped, _ = runs
+    (stopped.run_dir / "checkpoints").touch()
+    with pytest.raises(RankFailed, match=r"asked to stop, but .*the checkpoint of step 2 failed"):
+        ranks.run(2, fine_tune, stopped, 1)
+    assert not (stopped.run_dir / STOP_FILE).exists(), "the request is answered"
+
+
 def test_the_command_leaves_the_request_where_the_trainer_looks(tmp_path):
     spec = spec_of(tmp_path)
-    spec.run_dir.mkdir(parents=True)
-    (spec.run_dir / "spec.yaml").write_text(dump_spec(spec))
-    result = CliRunner().invoke(app, ["stop", str(spec.run_dir)])
+    with _claimed(spec.run_dir, fresh=False):
+        (spec.run_dir / "spec.yaml").write_text(dump_spec(spec))
+        result = CliRunner().invoke(app, ["stop", str(spec.run_dir)])
     assert result.exit_code == 0, result.stderr
     assert (spec.run_dir / STOP_FILE).exists()
+
+
+@pytest.mark.parametrize("lock", [False, True])
+def test_the_command_refuses_where_no_run_is(tmp_path, lock):
+    """Injected: the run has ended, with its lock file left and without one."""
+    spec = spec_of(tmp_path)
+    with _claimed(spec.run_dir, fresh=False):
+        (spec.run_dir / "spec.yaml").write_text(dump_spec(spec))
+    if not lock:
+        (spec.run_dir / "lock").unlink()
+    result = CliRunner().invoke(app, ["stop", str(spec.run_dir)])
+    assert (result.exit_code, "nothing to stop" in result.stderr) == (2, True)
+    assert not (spec.run_dir / STOP_FILE).exists()
 
 
 def test_the_command_refuses_what_would_never_stop(tmp_path):

@@ -9,6 +9,7 @@ Flows in: a valid `RunSpec`. Flows out: one line per fault, each naming the key 
 Invariant: nothing is started and nothing is left on the disk.
 """
 
+from slimerl.algorithms.custom import CustomFunctionError
 from slimerl.conductor.preflight.data import data_faults
 from slimerl.conductor.preflight.disk import disk_faults
 from slimerl.conductor.preflight.machine import machine_faults, version_faults
@@ -26,10 +27,18 @@ def preflight(spec: RunSpec) -> list[str]:
     What can be checked only with a sound model (prompts with its tokenizer, memory, disk space) waits until it is.
     """
     capabilities = detect()
-    faults = [*version_faults(spec), *unsupplied(spec.algorithm)]
+    faults = [*version_faults(spec), *_algorithm_faults(spec)]
     config, of_model = model_faults(spec, capabilities)
     faults += of_model
     faults += data_faults(spec, config)
     faults += disk_faults(spec, None if of_model else config)
     faults += machine_faults(spec, None if of_model else config, capabilities)
     return faults
+
+
+def _algorithm_faults(spec: RunSpec) -> list[str]:
+    """Of what the algorithm needs, the user's own functions among it."""
+    try:
+        return unsupplied(spec.algorithm)
+    except CustomFunctionError as error:
+        return [str(error)]

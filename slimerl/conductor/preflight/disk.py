@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slimerl.conductor.estimate import DTYPES, RECORD_BYTES
+from slimerl.conductor.run import USED_NAMES
 from slimerl.spec import RunSpec
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR
 from slimerl.training.memory_estimate import GIB, checkpoint_bytes, export_bytes
@@ -99,6 +100,14 @@ def _lost_by_export(spec: RunSpec) -> Iterator[str]:
     for kept in (Path.cwd(), spec.run_dir, *inputs):
         if target == kept.resolve() or target in kept.resolve().parents:
             yield f"{key}: {target} would be replaced, but holds {kept}; set {key} to a directory of its own"
+            return
+    for name in USED_NAMES:
+        used = (spec.run_dir / name).resolve()
+        if target == used or used in target.parents or target in used.parents:
+            yield (
+                f"{key}: {target} would be replaced, but {spec.run_dir / name} is the run's own; leave {key} out "
+                f"(the model goes to {spec.run_dir / 'model'}) or set it to a directory of its own"
+            )
             return
     if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
         yield f"{key}: {target} exists and is no checkpoint; set {key} to a directory of its own"

@@ -112,15 +112,17 @@ def _schedule_faults(spec: RunSpec) -> Iterator[str]:
 def _grid_faults(spec: RunSpec, config: Config) -> list[str]:
     """Of the grid's dimensions one by one, then of all together."""
     parallel, arguments = spec.training.parallel, model_arguments(config)
+    # not validated: a dimension of a sound grid need not be one by itself (expert_tensor wants expert)
+    piece = ParallelSpec.model_construct
     alone = [
-        ParallelSpec(
+        piece(
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel,
             expert_tensor=parallel.expert_tensor,
             data=parallel.expert_tensor_size,
         ),
-        ParallelSpec(expert=parallel.expert, data=parallel.expert),
-        ParallelSpec(pipeline=parallel.pipeline, virtual=parallel.virtual, pipeline_layout=parallel.pipeline_layout),
+        piece(expert=parallel.expert, data=parallel.expert),
+        piece(pipeline=parallel.pipeline, virtual=parallel.virtual, pipeline_layout=parallel.pipeline_layout),
         parallel,
     ]
     faults = [fault for grid in alone for fault in _caught(partial(check_divisible, arguments, grid))]

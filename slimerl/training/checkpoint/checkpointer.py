@@ -30,10 +30,6 @@ _OPTIMIZER_MAY_CHANGE = {"clip_grad_norm"}
 schedule: a changed value would be ignored."""
 
 
-STOP_FILE = "stop"
-"""In the run directory: asks for a checkpoint at the end of the step, and for the end of the run (`slimerl stop`)."""
-
-
 def checkpoint_root(spec: RunSpec) -> Path:
     return spec.run_dir / directory.CHECKPOINTS_DIR
 
@@ -77,6 +73,7 @@ class Checkpointer:
     _source_of_writing: bytes = b""
     _figures: dict[str, float] = field(default_factory=dict)
     _failed: int = 0
+    _last_failure: str = ""
 
     def trained(self, step: int) -> None:
         """The weights are those of `step`, and no sample of the next step is under way: note where the source is.
@@ -119,6 +116,14 @@ class Checkpointer:
         if self.grid.is_first:
             self._stop_file.unlink(missing_ok=True)
 
+    def require(self, step: int) -> None:
+        """After `close`, of a run that ends before its last step. Raises SaveFailed: `step` has no checkpoint."""
+        if self.last_step != step:
+            raise SaveFailed(
+                f"the run was asked to stop, but what it has done since the newest checkpoint is lost: "
+                f"{self._last_failure}; mend the cause and start the run again, it goes on from that checkpoint"
+            )
+
     def take_figures(self) -> dict[str, float]:
         """`checkpoint/…` since the last call."""
         figures, self._figures = self._figures, {}
@@ -130,7 +135,7 @@ class Checkpointer:
 
     @property
     def _stop_file(self) -> Path:
-        return self.spec.run_dir / STOP_FILE
+        return self.spec.run_dir / directory.STOP_FILE
 
     def _asked_to_stop(self) -> bool:
         """Decided by one rank: a file may appear while the others look."""
@@ -171,6 +176,7 @@ class Checkpointer:
         self._figures["checkpoint/failed"] = float(self._failed)
         left = f"step {self.last_step} is the newest" if self.last_step else "there is none yet"
         message = f"the checkpoint of step {step} failed ({self._failed} so far; {left}): {failure}"
+        self._last_failure = message
         if self.spec.checkpoint.on_failure == "stop":
             raise SaveFailed(f"{message}; the run stops by checkpoint.on_failure") from failure
         if self.grid.is_first:

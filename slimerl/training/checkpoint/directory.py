@@ -23,7 +23,10 @@ CHECKPOINTS_DIR = "checkpoints"
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
-_COMPLETE = re.compile(r"step-(\d+)")
+STOP_FILE = "stop"
+"""In the run directory: asks for a checkpoint at the end of the step, and for the end of the run (`slimerl stop`)."""
+_COMPLETE = re.compile(r"step-(0|[1-9][0-9]*)")
+"""As `complete_path` writes it: another spelling of a number would name a directory that is not there."""
 _CHUNK_BYTES = 1 << 20
 _NAMED = 5
 """Faults that a message lists at most."""
@@ -73,6 +76,14 @@ def complete_steps(root: Path) -> list[int]:
 def partial_names(root: Path) -> list[str]:
     """What was left by writers that did not come to an end."""
     return sorted(path.name for path in root.glob(f"step-*{PARTIAL}")) if root.is_dir() else []
+
+
+def unusable_names(root: Path) -> list[str]:
+    """What may hold a run's work but is never chosen: set aside as damaged, a link that leads nowhere, another name."""
+    if not root.is_dir():
+        return []
+    chosen = {complete_path(root, step).name for step in complete_steps(root)}
+    return sorted({path.name for path in root.glob("step-*")} - chosen - set(partial_names(root)))
 
 
 def entry_of(path: Path) -> Entry:

@@ -49,9 +49,12 @@ def find(spec: RunSpec, grid: Grid, identity: Mapping[str, Any]) -> Resumed | No
         ResumeError: there are checkpoints, but none can be used, or the spec says not to.
     """
     root = checkpoint_root(spec)
-    steps, partial = ranks_agree_on((directory.complete_steps(root), directory.partial_names(root)))
+    seen = (directory.complete_steps(root), directory.partial_names(root), directory.unusable_names(root))
+    steps, partial, unusable = ranks_agree_on(seen)
     if partial and grid.is_first:
         logger.warning("%s: passed over, as they were never completed: %s", root, ", ".join(partial))
+    if unusable and grid.is_first:
+        logger.error("%s: passed over, as they are no checkpoints that can be used: %s", root, ", ".join(unusable))
     if steps and spec.checkpoint.resume == "never":
         raise ResumeError(f"{root} holds checkpoints, but checkpoint.resume is never; start anew with --fresh")
     rejected: list[str] = []
@@ -68,6 +71,11 @@ def find(spec: RunSpec, grid: Grid, identity: Mapping[str, Any]) -> Resumed | No
         raise ResumeError(
             f"none of the checkpoints in {root} is whole: {'; '.join(rejected)}. Bring one back from a copy, or start "
             "anew with --fresh"
+        )
+    if unusable:
+        raise ResumeError(
+            f"{root} holds no checkpoint that can be used, only {', '.join(unusable)}. Bring one back from a copy, or "
+            "start anew with --fresh"
         )
     return None
 
