@@ -33,7 +33,7 @@ def build_spec(config: TransformerConfig, capabilities: Capabilities, virtual_st
         vp_stage=virtual_stage,
     )
     if not capabilities.transformer_engine:
-        return with_modules(spec, PORTABLE)
+        return with_modules(spec, PORTABLE, whole_latents=True)
     return with_modules(spec, {TEDotProductAttention: SdpaAttention}) if capabilities.segmented else spec
 
 
@@ -60,7 +60,7 @@ PORTABLE: dict[type, type] = {
 }
 
 
-def with_modules(spec: Any, instead: Mapping[type, type]) -> Any:
+def with_modules(spec: Any, instead: Mapping[type, type], whole_latents: bool = False) -> Any:
     """A copy of a specification with other modules in place of some, at any depth.
 
     Experts of the portable specification are Megatron's SequentialMLP, one product after the other; the grouped
@@ -68,15 +68,17 @@ def with_modules(spec: Any, instead: Mapping[type, type]) -> Any:
     """
     if isinstance(spec, ModuleSpec):
         module = instead.get(spec.module, spec.module) if isinstance(spec.module, type) else spec.module
-        return dataclasses.replace(spec, module=module, submodules=with_modules(spec.submodules, instead))
+        return dataclasses.replace(
+            spec, module=module, submodules=with_modules(spec.submodules, instead, whole_latents)
+        )
     if isinstance(spec, list):
-        return [with_modules(each, instead) for each in spec]
+        return [with_modules(each, instead, whole_latents) for each in spec]
     if isinstance(spec, type):
         return instead.get(spec, spec)
     if dataclasses.is_dataclass(spec):
         parts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-        changed = {name: with_modules(part, instead) for name, part in parts.items()}
-        if instead is PORTABLE:
+        changed = {name: with_modules(part, instead, whole_latents) for name, part in parts.items()}
+        if whole_latents:
             changed |= _whole_latents(spec)
         return dataclasses.replace(spec, **changed)  # type: ignore[type-var]
     return spec

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from slimerl.resharding.layouts import MegatronCoordinates, MegatronLayout
+from slimerl.resharding.layouts import MegatronCoordinates
 from slimerl.spec.schema import ParallelSpec
 from slimerl.training.capabilities import Capabilities
+from slimerl.training.trainer_layout import grid_layout
 
 
 @dataclass(frozen=True)
@@ -61,19 +62,6 @@ class Grid:
     def speaks_for_replica(self) -> bool:
         """One rank of each replica reports what all ranks of the last stage know."""
         return self.is_last_stage and self.place.tensor == self.place.context == 0
-
-
-def grid_layout(parallel: ParallelSpec) -> MegatronLayout:
-    """Who stands where, without the model."""
-    return MegatronLayout(
-        tensor=parallel.tensor,
-        data=parallel.data,
-        context=parallel.context,
-        pipeline=parallel.pipeline,
-        virtual=parallel.virtual,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-    )
 
 
 def start(

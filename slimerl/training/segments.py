@@ -154,10 +154,13 @@ def _segmented(segments: Sequence[Segment], total: int, stripes: Stripes, device
         queries = own[own % stripes.size == stripes.rank]
         if len(queries):
             pieces.append(_Piece(queries, seen[-1], positions[queries]))
+    # on a GPU the attention kernel takes the mask instead
+    groups = [] if torch.device(device).type == "cuda" else padded_groups(pieces)
+    blocks = [_block([pieces[i] for i in group], stripes, total, device) for group in groups]
     return SegmentedPack(
         positions=torch.from_numpy(positions[stripes.own(total)]).to(device),
         longest=max(map(len, seen)),
-        blocks=[_block([pieces[i] for i in group], stripes, total, device) for group in padded_groups(pieces)],
+        blocks=blocks,
         owner=np.repeat(np.arange(len(segments)), [segment.length for segment in segments]),
         parents=[segment.parent for segment in segments],
         stripes=stripes,

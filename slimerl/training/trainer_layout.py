@@ -5,12 +5,26 @@ Invariant: every size of `training.parallel` is in it, so that what is planned i
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from slimerl.resharding.layouts import LayoutError, MegatronLayout, ModuleNames
 from slimerl.resharding.stages import Stages, read_stages
 from slimerl.spec.schema import ParallelSpec
 from slimerl.training.capabilities import Capabilities
+
+
+def grid_layout(parallel: ParallelSpec) -> MegatronLayout:
+    """Who stands where, without the model."""
+    return MegatronLayout(
+        tensor=parallel.tensor,
+        data=parallel.data,
+        context=parallel.context,
+        pipeline=parallel.pipeline,
+        virtual=parallel.virtual,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+    )
 
 
 def trainer_layout(config: Mapping[str, Any], parallel: ParallelSpec, capabilities: Capabilities) -> MegatronLayout:
@@ -25,17 +39,10 @@ def trainer_layout(config: Mapping[str, Any], parallel: ParallelSpec, capabiliti
     if stages is None and isinstance(layers, int) and layers % chunks:
         raise LayoutError(
             f"training.parallel.pipeline * virtual = {chunks} does not divide the model's num_hidden_layers = "
-            f"{layers}; "
-            "choose a divisor, or give uneven stages in training.parallel.pipeline_layout"
+            f"{layers}; choose a divisor, or give uneven stages in training.parallel.pipeline_layout"
         )
-    return MegatronLayout(
-        tensor=parallel.tensor,
-        data=parallel.data,
-        context=parallel.context,
-        pipeline=parallel.pipeline,
-        virtual=parallel.virtual,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
+    return replace(
+        grid_layout(parallel),
         stage_layers=None if stages is None else stages.layers,
         prediction_stage=None if stages is None else stages.prediction,
         # GPUs multiply matrices of such widths faster
