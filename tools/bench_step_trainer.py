@@ -22,7 +22,7 @@ from slimerl.samples.messages import BatchManifest, SampleMeta, SamplePayload, p
 from slimerl.spec import RunSpec, load_spec
 from slimerl.telemetry import RunLog, trace
 from slimerl.telemetry.resources import ResourceMeter, collect
-from slimerl.training.memory import keep_freed_memory
+from slimerl.training.memory import bound_kernel_caches, keep_freed_memory
 from slimerl.training.rollout_client import RolloutClient
 
 
@@ -108,5 +108,6 @@ if __name__ == "__main__":
     torch.set_num_threads(wanted.training.threads_per_rank)
     if not torch.cuda.is_available():
         keep_freed_memory()
+        bound_kernel_caches()
     megatron_patches.apply()
     main(wanted, int(sys.argv[2]), int(sys.argv[3]))

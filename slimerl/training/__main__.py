@@ -29,7 +29,7 @@ from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter, collect
 from slimerl.training.gpu_environment import set_gpu_environment
-from slimerl.training.memory import keep_freed_memory
+from slimerl.training.memory import bound_kernel_caches, keep_freed_memory
 from slimerl.training.termination import end_on_sigterm
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def main(arguments: list[str]) -> int:
         set_gpu_environment(spec.training.parallel)
     else:
         keep_freed_memory()
+        bound_kernel_caches()
     megatron_patches.apply()
     with without_import_warnings():
         from slimerl.training import parallel

@@ -2,11 +2,16 @@
 
 A training step frees and allocates the same tensors over and over. By default each larger one goes back to the kernel,
 which fills new pages with zeros, one fault for every 4 KiB: measured, 4 % of a step of a 135M-parameter model. Tensors
-up to `KEPT_BYTES` are kept; larger ones (logits) are not. The packs of each step have other sizes than the last, and
-leave holes between what is kept: every `STEPS_BETWEEN_RETURNS` steps the free pages among them go back.
+up to `KEPT_BYTES` are kept; larger ones (logits) are not.
+
+The packs of each step have other sizes than the last. oneDNN and PyTorch's layer over it keep a compiled kernel for
+each size that they have seen, 1,024 of them each: hundreds of MiB after a hundred steps, and the holes that these leave
+between larger tensors cost as much again. A pack's own sizes return within its step, from layer to layer and from
+forward to backward: so many are kept.
 """
 
 import ctypes
+import os
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """From <malloc.h>."""
@@ -17,8 +22,8 @@ KEPT_BYTES = 32 * 2**20
 FREE_BYTES = 512 * 2**20
 """Free memory at the end of the heap that is kept."""
 
-STEPS_BETWEEN_RETURNS = 10
-"""The next step's page faults are paid once in so many steps."""
+KEPT_KERNELS = 64
+"""By each cache; a pack of a dense model takes 15."""
 
 
 def keep_freed_memory() -> None:
@@ -29,8 +34,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, FREE_BYTES)
 
 
-def return_freed_memory(step: int) -> None:
-    """After training step `step`. Does nothing where the C library is not glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None and step % STEPS_BETWEEN_RETURNS == 0:
-        trim(0)
+def bound_kernel_caches() -> None:
+    """For this process; to be called before its first matrix product. What the user has set stays."""
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, str(KEPT_KERNELS))
