@@ -192,7 +192,10 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], 
 
     def flush() -> None:
         shards.append(list(pending))
-        save_file(pending, directory / f"{len(shards)}.partial", metadata={"format": "pt"})
+        shard = directory / f"{len(shards)}.partial"
+        save_file(pending, shard, metadata={"format": "pt"})
+        # safetensors lets nobody but the owner read it; the directory's mode says what the umask allows
+        shard.chmod(directory.stat().st_mode & 0o666)
         pending.clear()
 
     for name, tensor in tensors:

@@ -78,7 +78,7 @@ def _parse_row(line: str, number: int, target: str) -> Row | str:
     try:
         tree: Any = json.loads(line, object_pairs_hook=_without_doubles)
     except json.JSONDecodeError as error:
-        return f"not valid JSON: {error.msg} at column {error.colno}"
+        return f"not valid JSON (column {error.colno}): {error.msg}"
     except RecursionError:
         return "not valid JSON: nested too deeply"
     except _DoubleKey as error:

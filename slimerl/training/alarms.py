@@ -18,6 +18,9 @@ from slimerl.training.clock import Log
 REMEMBERED_STEPS = 100
 """The past that a bound may refer to."""
 
+REMINDER_STEPS = 20
+"""An alarm that lasts is said again after so many steps; the metrics have it in each."""
+
 STALENESS = "rollout/staleness_max"
 
 
@@ -214,6 +217,8 @@ class Alarms:
     def __init__(self, dtype: str, log: Log) -> None:
         self._dtype, self._log = dtype, log
         self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED_STEPS))
+        self._said: dict[tuple[str, str], int] = {}
+        """Alarms that are raised now, with their figure, and the step at which the log last had them."""
         self._engine_compared = False
 
     def check(self, step: int, figures: Mapping[str, float]) -> dict[str, float]:
@@ -227,10 +232,18 @@ class Alarms:
                 value, earlier = figures[figure], self._earlier[figure]
                 broken = alarm.bound.broken_by(value, earlier, self._dtype)
                 if broken:
-                    self._log.event(step, "alarm", alarm.name, f"{figure} is {broken}; {alarm.remedy}")
+                    self._say(step, alarm, figure, broken)
                     found[f"alarm/{alarm.name}"] = max(value, found.get(f"alarm/{alarm.name}", value))
+                else:
+                    self._said.pop((alarm.name, figure), None)
                 earlier.append(value)
         return found
+
+    def _say(self, step: int, alarm: Alarm, figure: str, broken: str) -> None:
+        last = self._said.get((alarm.name, figure))
+        if last is None or step >= last + REMINDER_STEPS:
+            self._log.event(step, "alarm", alarm.name, f"{figure} is {broken}; {alarm.remedy}")
+            self._said[alarm.name, figure] = step
 
     def _compare_engine(self, step: int, figures: Mapping[str, float]) -> None:
         """The log says how far engine and trainer are apart on the first batch, which nothing has been learnt from."""

@@ -173,7 +173,7 @@ CASES = {
     "malformed row": (
         [],
         rows(ROW, '{"id": "b"'),
-        "train.jsonl:2: not valid JSON: Expecting ',' delimiter at column 11",
+        "train.jsonl:2: not valid JSON (column 11): Expecting ',' delimiter",
     ),
     "duplicate id": ([], rows(ROW, ROW | {"id": "b"}, ROW), "train.jsonl:3: id 'a' stands already in line 1"),
     "empty data set": ([], rows(), "train.jsonl: no rows"),

@@ -68,6 +68,12 @@ def test_a_checkpoint_in_many_shards_reads_as_one(source, tmp_path):
     assert_same(read(target), random_state(CONFIG))
 
 
+def test_others_may_read_the_weights_where_they_may_read_the_directory(source, tmp_path):
+    write_checkpoint(tmp_path / "out", random_state(CONFIG).items(), source)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes == {(tmp_path / "out").stat().st_mode & 0o666}
+
+
 def test_transformers_reads_what_is_written(source, tmp_path):
     transformers = pytest.importorskip("transformers")
     state = {name: torch.rand_like(tensor) for name, tensor in random_state(CONFIG).items()}

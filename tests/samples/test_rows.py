@@ -19,8 +19,8 @@ def test_the_target_may_be_a_response():
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "not valid JSON: Expecting property name enclosed in double quotes at column 2"),
-        ('{"id": "b"\n', "not valid JSON: Expecting ',' delimiter at column 11"),
+        ("{", "not valid JSON (column 2): Expecting property name enclosed in double quotes"),
+        ('{"id": "b"\n', "not valid JSON (column 11): Expecting ',' delimiter"),
         ("[" * 100_000, "not valid JSON: nested too deeply"),
         ('{"id": "b", "id": "c", "prompt": "p", "answer": "2"}', "key 'id' stands twice"),
         ('{"id": "b", "prompt": "\\ud83d", "answer": "2"}', "'prompt' has half of a surrogate pair, which is no text"),

@@ -12,7 +12,7 @@ from slimerl.spec.schema import AlgorithmSpec
 from slimerl.telemetry import RunLog, read_records
 from slimerl.telemetry.progress import ProgressView
 from slimerl.telemetry.report import final_table
-from slimerl.training.alarms import ALARMS, REMEMBERED_STEPS, Alarms
+from slimerl.training.alarms import ALARMS, REMEMBERED_STEPS, REMINDER_STEPS, Alarms
 
 GOOD = {
     "agreement/mean_abs_logprob_delta": 1e-6,
@@ -57,6 +57,21 @@ def after(steps, dtype="fp32"):
 
 def test_a_good_run_of_any_length_raises_no_alarm():
     after(REMEMBERED_STEPS + 50)
+
+
+def test_an_alarm_that_lasts_is_said_again_only_after_a_while_and_recorded_in_every_step():
+    alarms, log = after(10)
+    bad = GOOD | {"train/clip_fraction": 0.6}
+    recorded = [alarms.check(step, bad) for step in range(11, 11 + REMINDER_STEPS + 1)]
+    assert all("alarm/clipped" in figures for figures in recorded)
+    assert [step for step, *_ in log.events] == [11, 11 + REMINDER_STEPS]
+
+
+def test_an_alarm_that_comes_back_is_said_at_once():
+    alarms, log = after(10)
+    for step in range(11, 17):
+        alarms.check(step, GOOD | {"train/clip_fraction": 0.6 if step % 2 else 0.1})
+    assert [step for step, *_ in log.events] == [11, 13, 15]
 
 
 @pytest.mark.parametrize(
