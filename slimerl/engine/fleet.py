@@ -9,11 +9,12 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 from urllib.parse import urlsplit
 
-from slimerl.engine.client import EngineClient, EngineError
+from slimerl.engine.client import EngineClient, EngineError, EngineRefused
 from slimerl.engine.protocol import MemoryTag, PauseMode
 from slimerl.samples.messages import EngineInfo
 
@@ -51,8 +52,11 @@ class Pending(Generic[Result]):
 class EngineFleet:
     """Use as a context manager, or `close` it."""
 
-    def __init__(self, engines: Sequence[EngineInfo], timeout_s: float) -> None:
-        """`timeout_s` bounds every single call."""
+    def __init__(
+        self, engines: Sequence[EngineInfo], timeout_s: float, pause_mode: PauseMode | str = PauseMode.RETRACT
+    ) -> None:
+        """`timeout_s` bounds every single call; `pause_mode`: what becomes of requests that run."""
+        self._pause_mode = PauseMode(pause_mode)
         self.tensor_parallel = {engine.engine_id: engine.tensor_parallel for engine in engines}
         self.hosts = {engine.engine_id: urlsplit(engine.url).hostname or "" for engine in engines}
         self.failures: dict[str, str] = {}
@@ -117,8 +121,8 @@ class EngineFleet:
 
     # --- the steps of a weight update, see EngineClient
 
-    def pause(self, mode: PauseMode | str = PauseMode.RETRACT) -> None:
-        self.each(lambda client: client.pause(mode))
+    def pause(self) -> None:
+        self.each(lambda client: client.pause(self._pause_mode))
 
     def begin_weight_update(self) -> None:
         self.each(lambda client: client.begin_weight_update())
@@ -127,7 +131,8 @@ class EngineFleet:
         self.each(lambda client: client.end_weight_update(version))
 
     def flush_cache(self) -> None:
-        self.each(lambda client: client.flush_cache())
+        """Where requests were paused in place, engines that have some keep their caches."""
+        self.each(_flush_if_idle if self._pause_mode is PauseMode.IN_PLACE else lambda client: client.flush_cache())
 
     def continue_generation(self) -> None:
         self.each(lambda client: client.continue_generation())
@@ -139,6 +144,12 @@ class EngineFleet:
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         self.each(lambda client: client.resume_memory(tags))
+
+
+async def _flush_if_idle(client: EngineClient) -> None:
+    # what was cached under older weights is found by no request of the newer ones: each carries its version as a key
+    with suppress(EngineRefused):
+        await client.flush_cache()
 
 
 async def _one(call: Call[Result], client: EngineClient) -> Result:

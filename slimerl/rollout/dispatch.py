@@ -4,14 +4,16 @@ Flows in: `GenerateRequest`s of the scheduler and the evaluation, many at once. 
 `GenerationFailed` with its reason.
 Invariants: a request is under way only with a reservation of the router, and the reservation ends with it, whatever
 ends it (answer, failure, cancellation before, while or after the slot was granted); while dispatch is held nothing is
-sent; tokens of another version than the engine was to serve are never passed on.
+sent; tokens of other versions than the engine was to serve meanwhile are never passed on; no request waits for an
+engine that was taken out of service.
 """
 
 import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
 from slimerl.engine.protocol import Generation, SamplingParams
@@ -84,11 +86,14 @@ class Dispatcher:
     in_flight: int = 0
     """Slots taken and not yet given back."""
     _held: bool = False
+    _sent: int = 0
     _urgent: deque[_Waiter] = field(default_factory=deque)
     _waiting: deque[_Waiter] = field(default_factory=deque)
     _failures: Counter[str] = field(default_factory=Counter)
     """Per engine, since it last answered well."""
     _probes: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    _asking: dict[str, "set[asyncio.Task[Generation]]"] = field(default_factory=lambda: defaultdict(set))
+    """Requests under way, by engine."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(
@@ -110,7 +115,7 @@ class Dispatcher:
             try:
                 if number == 1:
                     started()
-                return Completion(await self._try(slot, request, number), slot.engine_id, number)
+                return Completion(await self._try(slot, request), slot.engine_id, number)
             except _TryFailed as failure:
                 if not failure.again or number == MAX_TRIES:
                     raise GenerationFailed(request.request_id, failure.reason, str(failure)) from failure
@@ -132,13 +137,17 @@ class Dispatcher:
         self._grant()
         self.changed()
 
-    async def hold(self, deadline_s: float) -> None:
+    def hold(self) -> None:
+        """Send nothing more. What is under way goes on, or waits in its engine."""
+        self._held = True
+
+    async def drain(self, deadline_s: float) -> None:
         """Send nothing more, and wait until nothing is under way.
 
         Raises:
             DeadlineExceeded: naming the requests that did not end; dispatch goes on then.
         """
-        self._held = True
+        self.hold()
         try:
             async with asyncio.timeout(deadline_s):
                 while self.in_flight:
@@ -162,6 +171,11 @@ class Dispatcher:
     @property
     def held(self) -> bool:
         return self._held
+
+    def interrupt(self, engine_id: str) -> None:
+        """The engine will not go on with what it has: its requests are tried elsewhere."""
+        for asking in self._asking[engine_id]:
+            asking.cancel()
 
     async def close(self) -> None:
         for probe in self._probes.values():
@@ -215,11 +229,11 @@ class Dispatcher:
 
     # --- one try
 
-    async def _try(self, slot: Reservation, request: GenerateRequest, number: int) -> Generation:
+    async def _try(self, slot: Reservation, request: GenerateRequest) -> Generation:
         version = self.router.version
         try:
-            generation = await self._ask(slot.engine_id, request, number)
-            _check(generation, version, request)
+            generation = await self._unless_lost(slot.engine_id, self._ask(slot.engine_id, request))
+            _check(generation, range(version, self.router.version + 1), request, self._held)
         except _TryFailed as failure:
             if failure.suspect:
                 self._suspect(slot.engine_id)
@@ -230,13 +244,31 @@ class Dispatcher:
         self._failures.pop(slot.engine_id, None)
         return generation
 
-    async def _ask(self, engine_id: str, request: GenerateRequest, number: int) -> Generation:
+    async def _unless_lost(self, engine_id: str, asking: Coroutine[Any, Any, Generation]) -> Generation:
+        task = asyncio.get_running_loop().create_task(asking)
+        self._asking[engine_id].add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise  # the caller was cancelled, not the request alone
+            detail = f"engine {engine_id} was taken out of service meanwhile"
+            raise _TryFailed("engine_lost", detail, again=True, suspect=False) from None
+        finally:
+            self._asking[engine_id].discard(task)
+
+    async def _ask(self, engine_id: str, request: GenerateRequest) -> Generation:
+        self._sent += 1
         try:
             return await self.engines[engine_id].generate(
                 request.tokens,
                 request.params,
-                request_id=f"{request.request_id}#{number}",
+                # never the name of an earlier try, which an engine may still know
+                request_id=f"{request.request_id}#{self._sent}",
                 timeout_s=self.request_s,
+                # SGLang finds cached prefixes under the same key alone: never what older weights computed
+                extra={"extra_key": f"version {self.router.version}"},
             )
         except EngineTimeout as error:
             raise _TryFailed("timeout", str(error), again=True, suspect=True) from error
@@ -269,22 +301,26 @@ class Dispatcher:
         self.refresh()
 
 
-def _check(generation: Generation, version: int, request: GenerateRequest) -> None:
-    if generation.finish_reason == "abort":
+def _check(generation: Generation, versions: range, request: GenerateRequest, held: bool) -> None:
+    """`versions`: that engines served since it was sent; `held`: new weights are on their way."""
+    if generation.finish_reason == "abort" and not (held or len(versions) > 1):
         raise _TryFailed("aborted", "the engine aborted the request", again=True, suspect=False)
-    if not generation.tokens:
+    if not generation.tokens and generation.finish_reason != "abort":
         raise _TryFailed("empty", "the engine generated no token", again=False, suspect=False)
     if len(generation.tokens) > request.params.max_new_tokens:
         detail = f"{len(generation.tokens)} tokens where {request.params.max_new_tokens} were asked for"
         raise _TryFailed("bad_answer", detail, again=False, suspect=False)
-    wrong = set(generation.versions) - {version}
-    if wrong:
-        detail = f"it generated with weights of version {sorted(wrong)} where {version} is required"
+    wrong = set(generation.versions) - set(versions)
+    if wrong or generation.versions != sorted(generation.versions):
+        served = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else f"{versions[0]}"
+        found = sorted(wrong) or f"in the order {generation.versions}"
+        detail = f"it generated with weights of version {found} where {served} is required"
         raise _TryFailed("wrong_version", detail, again=True, suspect=False)
 
 
 def append_generation(sample: Sample, generation: Generation) -> None:
-    """Append what the engine generated, one span of equal policy version after the other."""
+    """Append what the engine generated, one span of equal policy version after the other; `finish_reason` is what ended
+    it there."""
     start = 0
     versions = generation.versions
     for end in range(1, len(versions) + 1):

@@ -5,8 +5,8 @@ incarnation of an engine; the one of an engine that was replaced is closed once 
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from slimerl.engine.client import EngineClient
 from slimerl.engine.protocol import Generation, SamplingParams
@@ -17,7 +17,13 @@ class Engine(Protocol):
     """What the rollout asks of an engine; `slimerl.engine.client.EngineClient` is one."""
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, *, request_id: str | None, timeout_s: float | None
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None,
+        timeout_s: float | None,
+        extra: Mapping[str, Any] | None,
     ) -> Generation: ...
 
     async def healthy(self, *, timeout_s: float | None) -> bool: ...

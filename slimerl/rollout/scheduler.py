@@ -11,17 +11,18 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from slimerl.engine.protocol import SamplingParams
 from slimerl.rewards.outcome import UNPARSABLE_REWARD, Failed, Outcome, Scored, Unparsable
 from slimerl.rollout.admission import StalenessGate, choose_batch
-from slimerl.rollout.dispatch import Dispatcher, GenerateRequest, GenerationFailed, append_generation
+from slimerl.rollout.dispatch import Dispatcher, GenerationFailed
 from slimerl.rollout.dynamic_sampling import InformativeGroups, NothingToLearn
 from slimerl.rollout.judge import Judge
-from slimerl.rollout.prompts import Drawn, PromptStream, sampling_seed
+from slimerl.rollout.parts import Parts
+from slimerl.rollout.prompts import Drawn, PromptStream
 from slimerl.rollout.statistics import GroupRecord, batch_metrics, trace_groups
 from slimerl.samples.messages import BatchManifest, RolloutState
 from slimerl.samples.sample import Sample
@@ -56,6 +57,8 @@ class SchedulerSettings:
     run_seed: int
     params: SamplingParams
     on_reward_failure: Literal["drop", "zero"] = "drop"
+    chunk_tokens: int | None = None
+    """Of one request at most."""
     dynamic_sampling_rounds: int = 0
     """Of the algorithm; 0: every group is trained on."""
 
@@ -81,10 +84,12 @@ class Scheduler:
     _manifests: dict[str, BatchManifest] = field(default_factory=dict)
     _dropped_before: Counter[str] = field(default_factory=Counter)
     _lost_in_a_row: int = 0
+    _parts: Parts = field(init=False)
     _informative: InformativeGroups = field(init=False)
 
     def __post_init__(self) -> None:
         settings = self.settings
+        self._parts = Parts(settings.params, settings.run_seed, settings.chunk_tokens)
         self._informative = InformativeGroups(settings.dynamic_sampling_rounds, settings.groups_per_step)
 
     async def run(self) -> None:
@@ -141,6 +146,7 @@ class Scheduler:
         records = [self._records.pop(group_id) for group_id in chosen]
         new_drops = dropped - self._dropped_before
         metrics = batch_metrics(batch.samples, records, new_drops, gate.version, self._informative.take_replaced())
+        metrics |= self.judge.take_figures()
         self._dropped_before = dropped
         trace_groups(step, records)
         manifest = BatchManifest(batch_id, step, list(batch.samples), metrics)
@@ -167,7 +173,7 @@ class Scheduler:
         )
 
     def restore(self, state: RolloutState) -> None:
-        """Go on where another process stopped: finished samples are taken over, the others are made again.
+        """Go on where another process stopped: what samples have is taken over, the others are made again.
 
         Raises:
             StoreError: groups were admitted here already.
@@ -181,14 +187,19 @@ class Scheduler:
         self.gate.resume(state.steps)
         for group, again in zip(state.groups, drawn, strict=True):
             self.gate.admit()
-            missing = [_sample(again, sample_id) for sample_id in group.missing] if again is not None else []
+            begun = {each.payload.sample_id: Sample.restored(each, group.group_id) for each in group.begun}
+            missing = (
+                [begun.get(sample_id) or _sample(again, sample_id) for sample_id in group.missing]
+                if again is not None
+                else []
+            )
             if self.store.admit_saved(group, missing) is GroupState.READY:
                 self.gate.accept()
             self._records[group.group_id] = GroupRecord()
             if again is not None:
                 self._begin(missing, again.prompt.answer)
         logger.info(
-            "going on after step %d: %d prompts drawn, %d groups live, %d samples of them to be made again",
+            "going on after step %d: %d prompts drawn, %d groups live, %d samples of them to be finished",
             *(state.steps, state.cursor, len(drawn), sum(len(group.missing) for group in state.groups)),
         )
 
@@ -278,6 +289,7 @@ class Scheduler:
         await self._generate(sample, record)
         begun = record.generated_s = time.monotonic()
         outcome = await self.judge.judge(sample, answer)
+        self.judge.count(outcome)
         record.judged_s[sample.sample_id] = time.monotonic() - begun
         self._reward(sample, outcome, record)
 
@@ -287,16 +299,18 @@ class Scheduler:
             if record.started_s is None:
                 record.started_s = time.monotonic()
 
-        seed = sampling_seed(self.settings.run_seed, sample.sample_id, attempt=0)
-        request = GenerateRequest(
-            sample.sample_id, sample.group_id, sample.prompt_tokens, replace(self.settings.params, seed=seed)
-        )
-        try:
-            completion = await self.dispatcher.generate(request, started)
-        except GenerationFailed as failure:
-            raise SampleLost(f"generation_{failure.reason}", str(failure)) from failure
-        record.retries += completion.tries - 1
-        append_generation(sample, completion.generation)
+        if self._parts.is_complete(sample):  # before a restart
+            started()
+        while not self._parts.is_complete(sample):
+            try:
+                completion = await self.dispatcher.generate(self._parts.next_request(sample), started)
+            except GenerationFailed as failure:
+                raise SampleLost(f"generation_{failure.reason}", str(failure)) from failure
+            record.retries += completion.tries - 1
+            self._parts.append(sample, completion.generation)
+            if not self._parts.is_complete(sample):
+                self.store.interrupt(sample.sample_id)
+                record.interruptions += 1
         self.store.generated(sample.sample_id)
 
     def _reward(self, sample: Sample, outcome: Outcome, record: GroupRecord) -> None:

@@ -26,7 +26,9 @@ class GroupRecord:
     unparsable: set[str] = field(default_factory=set)
     reward_failed: set[str] = field(default_factory=set)
     retries: int = 0
-    """Engine requests beyond one per sample."""
+    """Requests that an engine failed."""
+    interruptions: int = 0
+    """Times that a sample went on in another request: chunks, and new weights in `abort` mode."""
 
 
 def batch_metrics(
@@ -68,6 +70,8 @@ def batch_metrics(
         "rollout/uniform_groups_fraction": _uniform_fraction(samples),
         "rollout/staleness_mean": fmean(staleness),
         "rollout/staleness_max": float(max(staleness)),
+        "rollout/mixed_version_fraction": sum(s.newest_version > s.oldest_version for s in samples) / count,
+        "rollout/interruptions": float(sum(group.interruptions for group in groups)),
         "rollout/retries": float(sum(group.retries for group in groups)),
         "rollout/dropped": float(sum(dropped.values())),
     }

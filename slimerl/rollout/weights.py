@@ -2,7 +2,8 @@
 
 Flows in: `HoldRequest`, `ReleaseRequest`. Flows out: the engines to write to; then the new version in service.
 
-State machine: idle → draining (no dispatch, running requests end) → held (leased) → idle. A lease that is not released
+State machine: idle → (draining: running requests end) → held (nothing is dispatched; leased) → idle. Requests that
+still run in a hold wait in their engine, and go on with the new weights. A lease that is not released
 in time ends by itself: an engine that says it holds the lease's version has been verified and committed, and is
 released; of every other nobody knows what was written, and it is quarantined until a later full, verified rewrite.
 """
@@ -13,8 +14,10 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from slimerl.engine.client import EngineError
+from slimerl.engine.protocol import PauseMode
 from slimerl.resilience.deadline import Deadline
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import Engines
@@ -41,14 +44,19 @@ class _Lease:
 
 @dataclass
 class WeightHold:
-    """`engines_expected`: the first hold waits for so many to register, up to `start_s` or the lease's seconds."""
+    """
+    Args of the constructor:
+        engines_expected: the first hold waits for so many to register, up to `start_s` or the lease's seconds.
+        on_update: `rollout.on_update` of the spec.
+        released: called with the version that engines serve from now on.
+    """
 
     dispatcher: Dispatcher
     engines: Engines
     engines_expected: int
     start_s: float
+    on_update: Literal["retract", "in_place", "abort", "drain"] = "retract"
     released: Callable[[int], None] = lambda version: None
-    """Called with the version that engines serve from now on."""
     _busy: str = ""
     """What is going on, for those who must be refused."""
     _lease: _Lease | None = None
@@ -56,7 +64,7 @@ class WeightHold:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def hold(self, request: HoldRequest) -> HoldReply:
-        """Stop dispatching and wait until no request runs; the lease begins then.
+        """Stop dispatching and, where it is to drain, wait until no request runs; the lease begins then.
 
         Raises:
             HoldError: another hold is under way, the version is older than the present one, or no engine is left.
@@ -72,7 +80,10 @@ class WeightHold:
         try:
             if router.version < 0:
                 await self._all_registered(min(self.start_s, request.lease_s))
-            await self.dispatcher.hold(request.lease_s)
+            if self.on_update == "drain":
+                await self.dispatcher.drain(request.lease_s)
+            else:
+                self.dispatcher.hold()
         except BaseException:
             self._busy = ""
             raise
@@ -86,7 +97,8 @@ class WeightHold:
         self._busy = f"lease {lease.lease_id} for version {lease.version}"
         self._expiry = asyncio.get_running_loop().create_task(self._expire(lease, request.lease_s))
         logger.info("weights held for version %d: %s", lease.version, ", ".join(one.engine_id for one in engines))
-        return HoldReply(lease.lease_id, list(engines))
+        pause = PauseMode.RETRACT if self.on_update == "drain" else PauseMode(self.on_update)
+        return HoldReply(lease.lease_id, list(engines), pause)
 
     def release(self, request: ReleaseRequest) -> None:
         """End a hold: `whole` engines serve the version; dispatch goes on.
@@ -108,6 +120,7 @@ class WeightHold:
         self.dispatcher.router.release(request.version, request.whole, dirty)
         for engine_id, reason in dirty.items():
             logger.error("engine %s is quarantined: %s", engine_id, reason)
+            self.dispatcher.interrupt(engine_id)
         now = time.monotonic()
         trace.add("hold", lease.granted_s, now, "weights", request.version)
         logger.info("version %d released after %.2f s", request.version, now - lease.granted_s)
@@ -155,6 +168,7 @@ class WeightHold:
             if engine.engine_id not in whole and router.engine(engine.engine_id).state is not EngineState.DEAD:
                 logger.error("engine %s is quarantined: %s", engine.engine_id, reason)
                 router.quarantine(engine.engine_id, reason)
+                self.dispatcher.interrupt(engine.engine_id)
         if whole:
             logger.warning("released at version %d although the lease ran out: %s", lease.version, ", ".join(whole))
             router.release(lease.version, whole, {})

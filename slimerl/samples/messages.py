@@ -74,6 +74,8 @@ class HoldRequest(msgspec.Struct, frozen=True):
 class HoldReply(msgspec.Struct, frozen=True):
     lease_id: str
     engines: list[EngineInfo]
+    pause: str = "retract"
+    """A `PauseMode`: what becomes of requests that still run."""
 
 
 class ReleaseRequest(msgspec.Struct, frozen=True):
@@ -150,27 +152,28 @@ class EvaluateReply(msgspec.Struct, frozen=True):
 
 
 class SavedSample(msgspec.Struct, frozen=True):
-    """A finished sample with its reward."""
+    """What a sample has: all of it, or, without a `reward`, what was generated so far."""
 
     payload: SamplePayload
     prompt_id: str
-    reward: float
+    reward: float | None
     correct: bool | None
     finish_reason: str | None
 
 
 class SavedGroup(msgspec.Struct, frozen=True):
     """A group that no step has trained. `version`: at its admission; `sample_ids`: of all that were not dropped, in
-    order; `samples`: those of them that were finished, the others are to be made again."""
+    order; `samples`: those of them that were finished; `begun`: those with some tokens. The rest is made again."""
 
     group_id: str
     version: int
     sample_ids: list[str]
     samples: list[SavedSample]
+    begun: list[SavedSample] = []
 
     @property
     def missing(self) -> list[str]:
-        """Ids of the samples that are to be made again."""
+        """Ids of the samples that are not finished."""
         finished = {sample.payload.sample_id for sample in self.samples}
         return [sample_id for sample_id in self.sample_ids if sample_id not in finished]
 

@@ -105,9 +105,7 @@ class Sample:
         )
 
     def saved(self) -> SavedSample:
-        """For a checkpoint; `restored` is the way back. Raises ValueError without a reward."""
-        if self.reward is None:
-            raise ValueError(f"sample {self.sample_id} has no reward; only finished samples are kept")
+        """For a checkpoint; `restored` is the way back."""
         return SavedSample(self.payload(), self.prompt_id, self.reward, self.correct, self.finish_reason)
 
     @staticmethod

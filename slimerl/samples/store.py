@@ -258,7 +258,7 @@ class SampleStore:
         self.check()
 
     def saved_groups(self) -> list[SavedGroup]:
-        """Every live group for a checkpoint, in admission order, with those of its samples that have a reward.
+        """Every live group for a checkpoint, in admission order, with what its samples have.
 
         Raises:
             StoreError: a batch is leased: whether it will have been trained is not known.
@@ -270,7 +270,12 @@ class SampleStore:
                 group.group_id,
                 group.version,
                 list(group.samples),
-                [sample.saved() for sample_id, sample in group.samples.items() if self._states[sample_id] in _SETTLED],
+                [one.saved() for sample_id, one in group.samples.items() if self._states[sample_id] in _SETTLED],
+                [
+                    one.saved()
+                    for sample_id, one in group.samples.items()
+                    if self._states[sample_id] not in _SETTLED and one.response_tokens
+                ],
             )
             for group in self._groups.values()
         ]
@@ -293,7 +298,7 @@ class SampleStore:
         """Take a group of an earlier process in; returns READY if nothing of it is missing.
 
         Args:
-            missing: the samples named by `saved.missing`; they are QUEUED, the finished ones rewarded.
+            missing: those named by `saved.missing`, with what they have; they are QUEUED, the finished ones rewarded.
 
         Raises:
             StoreError: as `admit`, or `missing` are not the samples that are missing.

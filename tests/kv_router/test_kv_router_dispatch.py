@@ -22,7 +22,7 @@ class InstantEngine:
         self.broken = False
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, *, request_id: str | None, timeout_s: float | None
+        self, input_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float, extra: object
     ) -> Generation:
         await asyncio.sleep(0)
         if self.broken:
@@ -92,7 +92,7 @@ def test_a_weight_update_between_batches_is_served_under_the_new_version() -> No
 
     async def scene() -> list[tuple[str, Completion]]:
         await generate(dispatch, groups=3)
-        await dispatch.hold(5.0)
+        await dispatch.drain(5.0)
         for engine in engines.values():
             engine.version = 1
         router.release(1, list(engines), {})

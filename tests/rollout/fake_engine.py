@@ -38,6 +38,11 @@ class FakeEngine:
         self.open = asyncio.Event()
         """While cleared, requests wait before they are answered."""
         self.open.set()
+        self.stopped_at: int | None = None
+        """Requests with so many input tokens wait, too."""
+        self.waiting: list[dict[str, Any]] = []
+        self._cut = asyncio.Event()
+        """Requests that wait end with half of their tokens."""
         self.healthy = True
         self.version = "default"
         self.paused = False
@@ -119,18 +124,35 @@ class FakeEngine:
         fault = self.faults.popleft() if self.faults else ""
         self._run(1)
         try:
+            begun_with = self.version
             await asyncio.sleep(self.delay_s)
-            await self.open.wait()
-            return await self._answered(request, body, fault)
+            fault = await self._waited(body) or fault
+            return await self._answered(request, body, fault, begun_with)
         finally:
             self._run(-1)
+
+    async def _waited(self, body: dict[str, Any]) -> str:
+        """Returns "cut" where a pause ended it."""
+        if self.open.is_set() and len(body["input_ids"]) != self.stopped_at:
+            return ""
+        self.waiting.append(body)
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._cut, self.open)]
+        try:
+            await asyncio.wait(waits[:1] if self.open.is_set() else waits, return_when=asyncio.FIRST_COMPLETED)
+            return "cut" if self._cut.is_set() else ""
+        finally:
+            self.waiting.remove(body)
+            for wait in waits:
+                wait.cancel()
 
     def _run(self, change: int) -> None:
         self.running += change
         self.most_running = max(self.most_running, self.running)
         self._changed.set()
 
-    async def _answered(self, request: web.Request, body: dict[str, Any], fault: str) -> web.StreamResponse:
+    async def _answered(
+        self, request: web.Request, body: dict[str, Any], fault: str, begun_with: str
+    ) -> web.StreamResponse:
         if fault in ("500", "503", "400", "429"):
             return web.json_response({"error": {"message": f"injected {fault}"}}, status=int(fault))
         if fault == "drop":
@@ -151,7 +173,15 @@ class FakeEngine:
             finish = {"type": "abort", "message": "Aborted"}
         if fault == "empty":
             tokens = []
-        spans = [{"version": self.version, "start": 0, "end": len(tokens)}]
+        if fault == "cut":
+            tokens, finish = tokens[: len(tokens) // 2], {"type": "abort", "message": "Aborted"}
+        # where the weights have changed meanwhile, half of the tokens were there before
+        half = 0 if begun_with == self.version else len(tokens) // 2
+        spans = [
+            {"version": version, "start": start, "end": end}
+            for version, start, end in ((begun_with, 0, half), (self.version, half, len(tokens)))
+            if end > start
+        ]
         meta = {
             "id": body["rid"],
             "finish_reason": finish,
@@ -174,14 +204,17 @@ class FakeEngine:
     async def _model_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
 
-    async def _pause(self, _: web.Request) -> web.Response:
+    async def _pause(self, request: web.Request) -> web.Response:
         self.paused = True
+        if (await request.json())["mode"] == "abort":
+            self._cut.set()
         return web.json_response({})
 
     async def _continue(self, _: web.Request) -> web.Response:
         if self.memory != {"kv_cache", "weights"}:
             return web.json_response({"error": {"message": f"has no memory but {self.memory}"}}, status=500)
         self.paused = False
+        self._cut.clear()
         return web.json_response({})
 
     async def _release(self, request: web.Request) -> web.Response:

@@ -54,7 +54,7 @@ class Scene:
 
     async def serve(self, version: int) -> None:
         """Every engine holds `version`, as after a sync."""
-        await self.scheduler.dispatcher.hold(PATIENCE_S)
+        await self.scheduler.dispatcher.drain(PATIENCE_S)
         for engine in self.engines:
             engine.version = str(version)
         self.router.release(version, [engine.engine_id for engine in self.engines], {})
@@ -89,6 +89,8 @@ async def rollout(
     max_new_tokens: int = 32,
     lag: LoopLag | None = None,
     dynamic_sampling_rounds: int = 0,
+    chunk_tokens: int | None = None,
+    on_update: str = "retract",
 ) -> AsyncIterator[Scene]:
     """Running, with its engines joined but nothing released yet."""
     async with AsyncExitStack() as stack:
@@ -100,14 +102,14 @@ async def rollout(
         judge = Judge(lambda tokens: " ".join(map(str, tokens)), reward)
         params = SamplingParams(max_new_tokens, stop_token_ids=(2,))
         scheduler = Scheduler(
-            SchedulerSettings(groups, size, SEED, params, on_reward_failure, dynamic_sampling_rounds),
+            SchedulerSettings(groups, size, SEED, params, on_reward_failure, chunk_tokens, dynamic_sampling_rounds),
             PromptStream([Prompt(f"p{number}", (10, number), str(number)) for number in range(16)], SEED),
             StalenessGate(groups, staleness, steps),
             SampleStore(smallest_group=min(2, size)),
             dispatcher,
             judge,
         )
-        weights = WeightHold(dispatcher, clients, engines_expected=engines, start_s=PATIENCE_S)
+        weights = WeightHold(dispatcher, clients, engines_expected=engines, start_s=PATIENCE_S, on_update=on_update)
         held_out = [Prompt(f"h{number}", (20, number), str(number)) for number in range(6)]
         evaluation = Evaluation(held_out, SamplingParams(max_new_tokens, 0.0), SEED, dispatcher, judge)
         service = ControlService("token", router, clients, scheduler, weights, evaluation, lag or LoopLag())

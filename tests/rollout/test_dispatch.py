@@ -224,7 +224,7 @@ def test_a4_nothing_is_sent_while_dispatch_is_held():
         engines[0].open.clear()
         running = asyncio.ensure_future(dispatcher.generate(request(0)))
         await engines[0].running_requests(1)
-        holding = asyncio.ensure_future(dispatcher.hold(10.0))
+        holding = asyncio.ensure_future(dispatcher.drain(10.0))
         later = asyncio.ensure_future(dispatcher.generate(request(1)))
         await asyncio.sleep(0.01)
         assert not holding.done()
@@ -245,7 +245,7 @@ def test_a3_a_hold_that_misses_its_deadline_names_the_requests_and_lets_dispatch
         running = asyncio.ensure_future(dispatcher.generate(request(0)))
         await engines[0].running_requests(1)
         with pytest.raises(DeadlineExceeded, match=r"1 requests to end .*: r0 on engine-0"):
-            await dispatcher.hold(0.05)
+            await dispatcher.drain(0.05)
         assert not dispatcher.held
         engines[0].open.set()
         await running
@@ -266,7 +266,7 @@ def test_a6_no_slot_is_leaked_in_a_storm_of_faults_cancellations_and_holds(seed)
             if chance.random() < 0.3:
                 chance.choice(tasks).cancel()
             if chance.random() < 0.05:
-                await dispatcher.hold(10.0)
+                await dispatcher.drain(10.0)
                 dispatcher.resume()
             await asyncio.sleep(chance.choice([0, 0, 0.001]))
         results = await asyncio.gather(*tasks, return_exceptions=True)

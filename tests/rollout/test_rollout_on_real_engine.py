@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from itertools import zip_longest
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,9 @@ import pytest
 from engine_fixtures import Engines, RunningEngine
 from scene import Scene, rollout
 
-from slimerl.samples.messages import unpack_array
+from slimerl.engine.fleet import EngineFleet
+from slimerl.engine.protocol import SamplingParams
+from slimerl.samples.messages import BatchManifest, HoldReply, HoldRequest, ReleaseRequest, unpack_array
 
 Tokens = dict[str, list[int]]
 
@@ -52,6 +56,77 @@ def test_a_replayed_batch_draws_the_same_tokens_however_it_is_batched(engines: E
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
     assert (logprobs[0] < 0).all()
     assert len({tuple(tokens[2:]) for tokens in drawn[0].values()}) > 8, "siblings draw with seeds of their own"
+
+
+def tokens_and_versions(made: Scene, manifest: BatchManifest) -> tuple[Tokens, Tokens]:
+    payloads = made.store.payloads([sample.sample_id for sample in manifest.samples])
+    tokens, versions = (
+        {one.sample_id: unpack_array(getattr(one, name), "int32").tolist() for one in payloads}
+        for name in ("tokens", "versions")
+    )
+    return tokens, versions
+
+
+def undisturbed(engine: RunningEngine, **options: Any) -> Tokens:
+    found: list[Tokens] = []
+
+    async def scene(made: Scene) -> None:
+        found.append(tokens_and_versions(made, await made.batch(1, timeout_s=60.0))[0])
+
+    play(engine, scene, **options)
+    return found[0]
+
+
+def first_differences(tokens: Tokens, expected: Tokens, versions: Tokens) -> dict[str, tuple[int, list, list, list]]:
+    """By sample: where, both parts from there on, and the versions of all tokens."""
+    found = {}
+    for name, wanted in expected.items():
+        if tokens[name] != wanted:
+            at = next(i for i, pair in enumerate(zip_longest(tokens[name], wanted)) if pair[0] != pair[1])
+            found[name] = at, tokens[name][at : at + 5], wanted[at : at + 5], versions[name]
+    return found
+
+
+LONG = {"groups": 2, "size": 4, "max_new_tokens": 120}
+
+
+def test_a4_samples_generated_in_chunks_are_those_of_one_request_each(engines: Engines):
+    engine = engines("qwen3")
+    whole = undisturbed(engine, **LONG)
+    assert undisturbed(engine, chunk_tokens=25, **LONG) == whole
+    assert max(map(len, whole.values())) > 100
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+def test_a4_new_weights_in_mid_generation_lose_and_double_nothing(engines: Engines, mode: str):
+    """Injected: twenty updates. The weights stay the same, so that the tokens must, too."""
+    engine = engines("qwen3")
+    expected = undisturbed(engine, **LONG)
+
+    def update(reply: HoldReply, version: int) -> None:
+        with EngineFleet(reply.engines, 30.0, reply.pause) as fleet:
+            fleet.pause()
+            fleet.begin_weight_update()
+            fleet.end_weight_update(version)
+            fleet.flush_cache()
+            fleet.continue_generation()
+
+    async def scene(made: Scene) -> None:
+        for version in range(1, 21):
+            # while it gets its two tokens, those that run beside it get theirs
+            await made.service.clients[engine.info.engine_id].generate([5, 6], SamplingParams(2))
+            reply = await made.weights.hold(HoldRequest(version, 60.0))
+            await asyncio.to_thread(update, reply, version)
+            made.weights.release(ReleaseRequest(reply.lease_id, version, [engine.info.engine_id]))
+        manifest = await made.batch(1, timeout_s=60.0)
+        tokens, versions = tokens_and_versions(made, manifest)
+        assert first_differences(tokens, expected, versions) == {}
+        assert made.store.counts().dropped == {}
+        for of_sample in versions.values():
+            assert of_sample == sorted(of_sample)
+        assert fmean(len(set(of_sample)) for of_sample in versions.values()) > 8, "the updates came in between"
+
+    play(engine, scene, on_update=mode, **LONG)
 
 
 def test_a6_samples_cancelled_on_a_real_engine_are_replaced_and_leave_it_free(engines: Engines):

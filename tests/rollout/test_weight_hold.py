@@ -1,7 +1,7 @@
 """Holds: the trainer gets idle engines, and its end never leaves them held or half written in service."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from scene import Scene, rollout
 
 from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.rollout.weights import HoldError
-from slimerl.samples.messages import EngineState, HoldReply, HoldRequest, ReleaseRequest
+from slimerl.samples.messages import EngineState, HoldReply, HoldRequest, ReleaseRequest, unpack_array
 
 Play = Callable[[Scene], Coroutine[Any, Any, None]]
 
@@ -75,7 +75,7 @@ def test_a4_a_hold_waits_for_running_requests_and_keeps_new_ones_back():
         assert versions == {0, 1}
         assert all(one.oldest_version == one.newest_version for manifest in manifests for one in manifest.samples)
 
-    play(scene, engines=1, capacity=1, staleness=1)
+    play(scene, engines=1, capacity=1, staleness=1, on_update="drain")
 
 
 def test_a3_a_hold_that_cannot_drain_names_the_request_and_lets_the_run_go_on():
@@ -89,7 +89,76 @@ def test_a3_a_hold_that_cannot_drain_names_the_request_and_lets_the_run_go_on():
         await made.batch(0)
         await sync(made, 1)
 
+    play(scene, engines=1, on_update="drain")
+
+
+def test_a4_running_requests_go_on_under_the_new_weights_each_token_with_its_version():
+    async def scene(made: Scene) -> None:
+        await sync(made, 0)
+        made.engines[0].open.clear()
+        await made.engines[0].running_requests(6)
+        async with asyncio.timeout(1):
+            await sync(made, 1)
+        made.engines[0].open.set()
+        manifest = await made.batch(1)
+        assert manifest.metrics["rollout/mixed_version_fraction"] > 0.5
+        for payload in made.store.payloads([one.sample_id for one in manifest.samples]):
+            versions = unpack_array(payload.versions, "int32").tolist()
+            assert versions == sorted(versions)
+            assert set(versions) <= {0, 1}
+        asked = [one["rid"] for one in made.engines[0].requests]
+        assert len(asked) == len(set(asked)), "nothing was sent twice"
+
     play(scene, engines=1)
+
+
+def test_a4_requests_cut_off_by_new_weights_are_sent_again_with_their_tokens():
+    """Injected: a pause that aborts, twice."""
+
+    def go_on(tokens: Sequence[int], seed: int) -> list[int]:
+        return [3 + (31 * tokens[1] + seed + at) % 90 for at in range(len(tokens) - 2, 12)]
+
+    async def scene(made: Scene) -> None:
+        made.engines[0].answer = go_on
+        await sync(made, 0)
+        made.engines[0].open.clear()
+        for version in (1, 2):
+            await made.engines[0].running_requests(6)
+            reply = await hold(made, version)
+            client = made.service.clients["engine-0"]
+            await client.pause("abort")
+            await made.engines[0].running_requests(0)
+            await client.continue_generation()
+            made.weights.release(ReleaseRequest(reply.lease_id, version, commit(made, version, 0)))
+        made.engines[0].open.set()
+        manifest = await made.batch(1)
+        assert manifest.metrics["rollout/interruptions"] == 12
+        assert manifest.metrics["rollout/retries"] == 0
+        assert made.store.counts().dropped == {}
+        seeds = {one["rid"].partition("#")[0]: one["sampling_params"]["sampling_seed"]
+                 for one in made.engines[0].requests}  # fmt: skip
+        for payload in made.store.payloads([one.sample_id for one in manifest.samples]):
+            tokens = unpack_array(payload.tokens, "int32").tolist()
+            assert tokens[2:] == go_on(tokens[:2], seeds[payload.sample_id]), "as if nothing had come between"
+            assert unpack_array(payload.versions, "int32").tolist() == [0] * 6 + [1] * 3 + [2] * 3
+
+    play(scene, engines=1, max_new_tokens=12)
+
+
+def test_a4_requests_that_wait_in_an_engine_with_spoilt_weights_move_to_another():
+    async def scene(made: Scene) -> None:
+        await sync(made, 0)
+        made.engines[0].open.clear()
+        await made.engines[0].running_requests(3)
+        reply = await hold(made, 1)
+        commit(made, 1, 1)
+        made.weights.release(ReleaseRequest(reply.lease_id, 1, ["engine-1"], {"engine-0": "torn"}))
+        manifest = await made.batch(1)
+        assert len(made.engines[0].aborted) == 3, "the engine computes for nobody"
+        assert manifest.metrics["rollout/retries"] == 3
+        assert {sample.newest_version for sample in manifest.samples} <= {0, 1}
+
+    play(scene, engines=2, staleness=0)
 
 
 def test_two_holds_at_once_are_refused():

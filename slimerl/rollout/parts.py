@@ -1,0 +1,47 @@
+"""How the generation of a sample goes on, part by part: after an interruption, or in chunks (divided rollout). Pure.
+
+Flows in: a sample with what it has so far, an engine's answer. Flows out: the request for its next part.
+Invariants: tokens once generated stay, with the versions and log-probabilities they were sampled with; the parts
+together have no more tokens than the sample may have; the draws of a sample are keyed by its seed and the position of
+each token, so that under unchanged weights the parts are what one request would have given.
+"""
+
+from dataclasses import dataclass, replace
+
+from slimerl.engine.protocol import Generation, SamplingParams
+from slimerl.rollout.dispatch import GenerateRequest, append_generation
+from slimerl.rollout.prompts import sampling_seed
+from slimerl.samples.sample import Sample
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`params` are those of whole samples, but for the seed; `chunk_tokens`: of one request at most, None: no bound."""
+
+    params: SamplingParams
+    run_seed: int
+    chunk_tokens: int | None = None
+
+    def is_complete(self, sample: Sample) -> bool:
+        return sample.finish_reason is not None
+
+    def next_request(self, sample: Sample) -> GenerateRequest:
+        """For the next part of a sample that is not complete."""
+        done = len(sample.response_tokens)
+        left = self.params.max_new_tokens - done
+        part = replace(
+            self.params,
+            max_new_tokens=left if self.chunk_tokens is None else min(left, self.chunk_tokens),
+            seed=sampling_seed(self.run_seed, sample.sample_id, attempt=0),
+        )
+        name = f"{sample.sample_id}+{done}" if done else sample.sample_id
+        return GenerateRequest(name, sample.group_id, tuple(sample.tokens), part)
+
+    def append(self, sample: Sample, generation: Generation) -> None:
+        """Take what an engine generated for `next_request`."""
+        append_generation(sample, generation)
+        is_short = len(sample.response_tokens) < self.params.max_new_tokens
+        if generation.finish_reason == "abort" and not is_short:
+            sample.finish_reason = "length"
+        elif generation.finish_reason != "stop" and is_short:
+            sample.finish_reason = None
