@@ -41,7 +41,8 @@ def run(
     """Start every role of SPEC on this machine, watch them, and print the result.
 
     Exit code 0: the run finished; 1: it failed (the reason is printed); 2: the spec cannot be used;
-    130 or 143: interrupted.
+    130: interrupted; 143: terminated. On SIGTERM it saves a checkpoint at the end of its step and ends, within
+    deadlines.terminate_s; on a second SIGTERM, and on Ctrl-C, it ends at once.
 
     \b
     Examples:
@@ -49,9 +50,10 @@ def run(
       slimerl run configs/quickstart.yaml --fresh training.steps=5
       slimerl run my.yaml output_dir=/big/my-run engine.replicas=2
     """
-    from slimerl.conductor.run import RunDirectoryTaken, Terminated
+    from slimerl.conductor.run import RunDirectoryTaken
     from slimerl.conductor.run import run as conduct
     from slimerl.conductor.supervise import RoleFailed
+    from slimerl.conductor.termination import Terminated
 
     checked = _checked(spec, overrides)
     try:
@@ -62,8 +64,8 @@ def run(
         _fail(f"run {checked.name} failed: {error}", 1)
     except KeyboardInterrupt:
         _fail(f"run {checked.name} interrupted; every role has ended", 130)
-    except Terminated:
-        _fail(f"run {checked.name} terminated; every role has ended", 143)
+    except Terminated as saved:
+        _fail(f"run {checked.name} terminated; every role has ended; {saved}", 143)
 
 
 @app.command()
@@ -168,6 +170,9 @@ def prepare(
     spec: SpecFile,
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Replace an earlier run, not go on with it.")] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Trainer and engines get nodes as cluster.… says; can they work together?")
+    ] = False,
 ) -> None:
     """Make the run directory of SPEC ready for roles that are started one by one, and print the file that they read.
 
@@ -178,11 +183,15 @@ def prepare(
     Example:
       slimerl prepare configs/quickstart.yaml
     """
+    from slimerl.conductor.reach import reach_faults
     from slimerl.conductor.run import RunDirectoryTaken
     from slimerl.conductor.run import prepare as make_ready
 
+    loaded = _loaded(spec, overrides)
+    if cluster and (faults := list(reach_faults(loaded, loaded.trainer_nodes + loaded.engine_nodes))):
+        _fail("\n".join(faults), 2)
     try:
-        typer.echo(make_ready(_loaded(spec, overrides), fresh))
+        typer.echo(make_ready(loaded, fresh))
     except RunDirectoryTaken as error:
         _fail(str(error), 2)
 

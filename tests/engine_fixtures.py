@@ -5,7 +5,7 @@
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +60,10 @@ class Engines:
         return self._running[key]
 
     @contextmanager
-    def brief(self, *engines: tuple[str, int]) -> Iterator[list[RunningEngine]]:
+    def brief(self, *engines: tuple[str, int], **sizes: Any) -> Iterator[list[RunningEngine]]:
         """Servers of their own (family, tensor parallel size), started at once and stopped at the end: for a model
-        that one module alone needs, or a server that does not outlive its test."""
-        started = [self._launch(family, False, tensor_parallel) for family, tensor_parallel in engines]
+        that one module alone needs, or a server that does not outlive its test. `sizes`: as of `make_tiny_model`."""
+        started = [self._launch(family, False, tensor_parallel, sizes) for family, tensor_parallel in engines]
         try:
             for engine in started:
                 _wait_for(engine)
@@ -80,11 +80,14 @@ class Engines:
             raise
         return engine
 
-    def _launch(self, family: str, tied: bool, tensor_parallel: int) -> RunningEngine:
+    def _launch(
+        self, family: str, tied: bool, tensor_parallel: int, sizes: Mapping[str, Any] | None = None
+    ) -> RunningEngine:
         name = f"{family}-{'tied' if tied else 'untied'}"
+        name += "".join(f"-{key}-{value}" for key, value in (sizes or {}).items())
         model_path = self._directory / name
         if not model_path.exists():
-            make_tiny_model(family, model_path, tied=tied)
+            make_tiny_model(family, model_path, tied=tied, **(sizes or {}))
         spec = engine_spec(model_path, self._directory / f"{name}-tp{tensor_parallel}", tensor_parallel)
         server = start_server(spec, self._started, detect_device())
         self._started += 1

@@ -95,6 +95,14 @@ MATRIX = (
     Case("deepseek-v3 etp2", "deepseek_v3_671b", trainer(4, 4, 8, 8, 2, stages=(16, 15, 15, 15)),
          experts_everywhere(32), 16),
     Case("deepseek-v3 ep128", "deepseek_v3_671b", trainer(8, 2, 16, 64, stages=(31, 30)), experts_everywhere(128), 4),
+    DEEPSEEK._replace(
+        name="deepseek-v3 engine pp2",
+        engine=EngineLayout(16, 16, 16, pipeline=2, replicated_dense=True, replicated_shared=True),
+    ),
+    DEEPSEEK._replace(
+        name="deepseek-v3 engine cp2 moe-dp2",
+        engine=EngineLayout(32, 16, 8, 2, 2, replicated_dense=True, replicated_shared=True),
+    ),
     Case("kimi-k2 64 trainers", "kimi_k2_1t", trainer(4, 2, 8, 32, stages=(31, 30)), experts_everywhere(64), 8),
     Case("kimi-k2 tp16ep16", "kimi_k2_1t", trainer(8, 8, 8, 64, stages=EIGHT_STAGES), EngineLayout(16, 16, 16), 8),
     Case("glm-4.5", "glm45_355b", trainer(4, 4, 8, 16, stages=(23, 23, 23, 23)), experts_everywhere(16), 32),
@@ -111,6 +119,8 @@ MATRIX = (
     Case("qwen3-8b", "qwen3_8b", trainer(4, 2, 4), EngineLayout(8), 8),
     Case("qwen3-8b one gpu each", "qwen3_8b", trainer(2, 2, 8), EngineLayout(1), 64),
     Case("qwen3-8b uneven", "qwen3_8b", trainer(2, 2, 8, stages=(20, 16)), EngineLayout(4), 16),
+    Case("qwen2.5-7b", "qwen25_7b", trainer(4, 2, 4), EngineLayout(4), 16),
+    Case("qwen2.5-7b engine pp2", "qwen25_7b", trainer(2, 4, 4, stages=(8, 7, 7, 6)), EngineLayout(2, pipeline=2), 16),
     Case("smollm2", "smollm2_135m", trainer(1, 1, 8), EngineLayout(1), 16),
     # Few trainers for large engines, or unequal stages: the trainer's NICs are the limit.
     Case("t: qwen3-8b", "qwen3_8b", trainer(2, 1, 1), EngineLayout(8), 4),

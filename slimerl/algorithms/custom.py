@@ -5,8 +5,6 @@ same corrections, divergence, entropy bonus and aggregation as all others.
 Invariant: a function is called only after its parameters were checked, and its result is checked each time.
 """
 
-import importlib
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,15 +14,12 @@ import torch
 from slimerl.algorithms.grpo import Grpo
 from slimerl.algorithms.terms import Scores, TokenBatch
 from slimerl.spec.algorithm import AlgorithmSpec
+from slimerl.spec.functions import CustomFunctionError, load_function
 
 ADVANTAGE_PARAMETERS = ("rewards", "groups")
 """(rewards: Sequence[float], groups: Sequence[str]) → one advantage per sample."""
 LOSS_PARAMETERS = ("tokens",)
 """(tokens: TokenBatch) → the loss of each token, [tokens] with gradient, before correction and aggregation."""
-
-
-class CustomFunctionError(ValueError):
-    """A function of the user's cannot be loaded, or gave back what it must not; names the key and the function."""
 
 
 class Custom(Grpo):
@@ -66,28 +61,3 @@ class Custom(Grpo):
     def _loaded(self, key: str, parameters: Sequence[str]) -> Callable[..., Any] | None:
         path = getattr(self.spec, key)
         return load_function(path, parameters, f"algorithm.{key}") if path is not None else None
-
-
-def load_function(path: str, parameters: Sequence[str], key: str) -> Callable[..., Any]:
-    """The function `package.module:function`, whose parameters without a default must be `parameters`, in order.
-
-    Raises:
-        CustomFunctionError: it cannot be imported, is none, or has other parameters.
-    """
-    module_name, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise CustomFunctionError(f"{key}: cannot load {path}: {error}; is it on PYTHONPATH?") from error
-    if not callable(function):
-        raise CustomFunctionError(f"{key}: {path} is a {type(function).__name__}, not a function")
-    try:
-        declared = inspect.signature(function).parameters.values()
-    except ValueError:  # some of those written in C
-        raise CustomFunctionError(
-            f"{key}: {path} does not tell its parameters; it must take ({', '.join(parameters)})"
-        ) from None
-    wanted = [each.name for each in declared if each.default is inspect.Parameter.empty]
-    if wanted != list(parameters):
-        raise CustomFunctionError(f"{key}: {path} takes ({', '.join(wanted)}), it must take ({', '.join(parameters)})")
-    return function

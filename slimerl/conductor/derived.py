@@ -37,6 +37,8 @@ def layout_rows(spec: RunSpec, config: Mapping[str, Any], needed: RunEstimate) -
     """The model, how it lies on the ranks, and what a step is."""
     family = f"{config['model_type']}, {config['num_hidden_layers']} layers, hidden {config['hidden_size']}"
     yield "model", f"{spec.model.path} ({family}, {family_of(config).numel(config):,} parameters, {spec.model.dtype})"
+    if spec.model.megatron_path is not None:
+        yield "trainer's weights", str(spec.model.megatron_path)
     yield from _trainer(spec, needed)
     yield from _sampling(spec, needed)
 
@@ -75,7 +77,8 @@ def _sampling(spec: RunSpec, needed: RunEstimate) -> Iterator[tuple[str, str]]:
         if engine.model_path is not None:
             yield "engines' checkpoint", str(engine.model_path)
         yield "staleness", f"{rollout.max_staleness} ({_mode(rollout.max_staleness)})"
-        yield "weight sync", f"{needed.sync_bytes / MIB:,.0f} MiB to each engine, by {spec.sync.transport}"
+        kept = f"; {needed.sent_state / MIB:,.0f} MiB of host memory kept for it" if needed.sent_state else ""
+        yield "weight sync", f"{needed.sync_bytes / MIB:,.0f} MiB to each engine, by {spec.sync.transport}{kept}"
     yield "micro-batch", f"up to {tokens_at_once(spec):,} tokens on a rank at once"
 
 
@@ -102,9 +105,10 @@ def room_rows(spec: RunSpec, needed: RunEstimate, capabilities: Capabilities) ->
         f"process {_gib(trainer.runtime)}{reference}",
     )
     if engine is not None:
+        staging = f", those on their way in {_gib(engine.staging)}" if engine.staging else ""
         yield (
             "memory, engine rank",
-            f"{_gib(engine.total)} GiB: weights {_gib(engine.weights)}, KV cache {_gib(engine.kv_cache)}, "
+            f"{_gib(engine.total)} GiB: weights {_gib(engine.weights)}{staging}, KV cache {_gib(engine.kv_cache)}, "
             f"process {_gib(engine.runtime)}; and {_gib(SERVER_RUNTIME_BYTES)} a server",
         )
     if not capabilities.cuda:

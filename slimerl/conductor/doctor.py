@@ -21,7 +21,9 @@ from rich.text import Text
 
 from slimerl.conductor.preflight.disk import free_bytes
 from slimerl.conductor.preflight.machine import SHARED_MEMORY, available_memory_bytes
+from slimerl.conductor.preflight.reward import sandbox_trouble
 from slimerl.conductor.versions import ENGINE_PINS, TRAINER_PINS, installed, version_fault
+from slimerl.rewards.sandbox.execution import REMEDY
 from slimerl.training.memory_estimate import GIB
 
 QUICKSTART_MEMORY_BYTES = 5 * GIB
@@ -202,15 +204,14 @@ def _open_files() -> Finding:
 
 
 def _namespaces() -> Finding:
-    """For rewards that run foreign code in a sandbox."""
-    tool = shutil.which("unshare")
-    trouble = "unshare is not installed" if tool is None else _trouble([tool, "-Urnm", "true"])
+    """For rewards that run foreign code: a program is run in the sandbox itself."""
+    trouble = sandbox_trouble()
     return Finding(
         "user namespaces",
         trouble is None,
-        trouble or "can be made",
-        "no sandbox for rewards that run programs",
-        "sysctl kernel.unprivileged_userns_clone=1, or a container that allows them",
+        trouble or "a sandboxed program ran",
+        "no sandbox for rewards that run programs (reward.kind: code)",
+        REMEDY,
     )
 
 

@@ -4,7 +4,7 @@ Flows in: the spec, the parsed `config.json`, what the machine offers. Flows out
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,9 @@ class RunEstimate:
     sync_buckets: int
     """On a GPU: the buckets under way, and the one that is being gathered."""
     shared_memory: int
+    sent_state: int
+    """Of `sync.transport: delta`, in host memory of the first trainer rank: what it sent last, and patches with
+    everything for an engine that has just started."""
     export: int
     checkpoint: int
     """One resumable checkpoint."""
@@ -83,7 +86,7 @@ def estimate(
     )
     exported = export_bytes(config, dtype)
     host = parallel.world_size * trainer.total + min(exported, EXPORT_BUFFER_BYTES) + SIDE_RUNTIME_BYTES
-    engine, sync, bucket, shared = None, 0, 0, 0
+    engine, sync, bucket, shared, sent_state = None, 0, 0, 0, 0
     if spec.uses_engines:
         served = config if of_engines is None else of_engines
         engine = engine_memory(
@@ -96,18 +99,23 @@ def estimate(
             capabilities.cuda,
             engine_form(served),
         )
+        if spec.sync.transport == "shards" and spec.sync.staged:
+            engine = replace(engine, staging=engine.weights)
         sync = family_of(served).nbytes(served, dtype, engine_form(served))
         bucket = _largest_bucket(served, dtype, spec.sync.bucket_mib * 2**20)
         if spec.sync.transport == "ipc":
             shared = SYNC_BUCKETS * bucket
+        if spec.sync.transport == "delta":
+            sent_state = sync + (SYNC_BUCKETS + 1) * bucket
         of_engine = spec.engine.tensor_parallel * engine.total + SERVER_RUNTIME_BYTES
-        host += spec.engine.replicas * of_engine + shared
+        host += spec.engine.replicas * of_engine + shared + sent_state
     return RunEstimate(
         trainer=trainer,
         engine=engine,
         sync_bytes=sync,
         sync_buckets=(SYNC_BUCKETS + 1) * bucket,
         shared_memory=shared,
+        sent_state=sent_state,
         export=exported,
         checkpoint=checkpoint_bytes(config, dtype),
         host=host,

@@ -22,10 +22,12 @@ from slimerl.conductor.preflight.model import (
     serving_faults,
     size_faults,
 )
+from slimerl.conductor.reach import lasting_faults, reach_faults
 from slimerl.resharding.coverage import CoverageError
 from slimerl.resharding.families import ConfigError
+from slimerl.resharding.families.scales import BlockCutError
 from slimerl.resharding.layouts import LayoutError
-from slimerl.resharding.planner import Plan, SyncShape, Topology, make_plan
+from slimerl.resharding.planner import SyncShape, Topology, make_plan
 from slimerl.resharding.planner.bounds import colocated_ingress_bound
 from slimerl.spec import RunSpec
 from slimerl.training.capabilities import Capabilities
@@ -66,7 +68,7 @@ def planned_table(spec: RunSpec, directory: Path) -> Table:
         table = Table(title=f"run {spec.name}: the plan holds", title_justify="left", show_header=False)
         rows = [*layout_rows(spec, config, needed), *_cluster(spec), *room_rows(spec, needed, GPUS)]
         if spec.uses_engines:
-            rows += _sync(make_plan(sync_shape(spec, config, served)), spec)
+            rows += _sync(sync_shape(spec, config, served), spec)
     except (ConfigError, CoverageError, LayoutError, UnsupportedModel) as error:
         raise PlanFaults(str(error)) from None
     for label, value in rows:
@@ -106,17 +108,9 @@ def _engine_faults(spec: RunSpec, config: Config, served: Config, model_tokens: 
     yield from same_model_faults(spec, config, served)
     yield from list(engine_size_faults(spec, served, cuda=True))[:1] or placement_faults(spec, served, 1)
     yield from serving_faults(spec, model_tokens)
-    trainer, per_node = spec.training.parallel.world_size, spec.cluster.gpus_per_node
-    if spec.sync.transport == "ipc" and spec.gpus > per_node:
-        yield (
-            f"sync.transport = ipc reaches the engines of one machine, the run has {spec.gpus} GPUs on nodes of "
-            f"{per_node}; set it to broadcast or disk"
-        )
-    if spec.cluster.network == "loopback" and spec.gpus > per_node:
-        yield (
-            f"cluster.network = loopback: the roles of {spec.gpus} GPUs on nodes of {per_node} could not reach each "
-            "other; set it to hostname"
-        )
+    trainer = spec.training.parallel.world_size
+    yield from reach_faults(spec, _nodes(spec))
+    yield from lasting_faults(spec)
     if spec.is_colocated and spec.engine_gpus > trainer:
         yield (
             f"engine.replicas * engine.tensor_parallel = {spec.engine_gpus} exceeds the trainer's {trainer} GPUs, "
@@ -132,14 +126,24 @@ def sync_shape(spec: RunSpec, config: Config, served: Config, capabilities: Capa
     return SyncShape(served, train, engine, topology, DTYPES[spec.model.dtype], engine_form(served))
 
 
+def _nodes(spec: RunSpec) -> int:
+    return -(-spec.gpus // spec.cluster.gpus_per_node)
+
+
 def _cluster(spec: RunSpec) -> Iterator[tuple[str, str]]:
     cluster = spec.cluster
-    nodes = -(-spec.gpus // cluster.gpus_per_node)
-    yield "cluster", f"{spec.gpus} GPUs on {nodes} nodes of {cluster.gpus_per_node}, {cluster.placement}"
+    yield "cluster", f"{spec.gpus} GPUs on {_nodes(spec)} nodes of {cluster.gpus_per_node}, {cluster.placement}"
 
 
-def _sync(plan: Plan, spec: RunSpec) -> Iterator[tuple[str, str]]:
+def _sync(shape: SyncShape, spec: RunSpec) -> Iterator[tuple[str, str]]:
     """The sync in which each GPU gets its own shards."""
+    try:
+        plan = make_plan(shape)
+    except BlockCutError as error:
+        if spec.sync.transport == "shards":
+            raise
+        yield "sync, shard to shard", f"not with this layout: {error}"
+        return
     topology, bounds = plan.topology, plan.template.bounds
     at = f"at {topology.nic_bytes_per_s / 1e9:g} GB/s each way of a NIC, one for each GPU"
     yield "sync, one copy", f"{plan.template.model.wire_bytes / 1e9:,.1f} GB"

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
 from slimerl.conductor.roles import role_commands
-from slimerl.conductor.supervise import RoleProcess, end_all, watch
+from slimerl.conductor.supervise import RoleFailed, RoleProcess, end_all, watch
+from slimerl.conductor.termination import TerminationRequest
 from slimerl.samples.messages import ADDRESS_FILE
 from slimerl.spec import RunSpec
 from slimerl.spec.load import dump_spec
@@ -57,10 +57,6 @@ class RunDirectoryTaken(RuntimeError):
     """The run directory belongs to another run."""
 
 
-class Terminated(Exception):
-    """SIGTERM arrived."""
-
-
 def run(spec: RunSpec, console: Console, fresh: bool = False) -> None:
     """Run to the end.
 
@@ -70,7 +66,7 @@ def run(spec: RunSpec, console: Console, fresh: bool = False) -> None:
     Raises:
         RunDirectoryTaken: another run is using the directory, or an earlier one left a record that cannot go on.
         RoleFailed: a role ended early.
-        KeyboardInterrupt, Terminated: asked to stop; every role has been ended.
+        KeyboardInterrupt, Terminated: asked to stop; every role has been ended. On SIGTERM the run saves first.
     """
     with _claimed(spec.run_dir, fresh) as run_dir:
         spec_file = run_dir / SPEC_FILE
@@ -99,16 +95,19 @@ def prepare(spec: RunSpec, fresh: bool = False) -> Path:
 
 def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console) -> None:
     roles: list[RoleProcess] = []
-    previous = signal.signal(signal.SIGTERM, _raise_terminated)
+    termination = TerminationRequest(spec)
+    previous = signal.signal(signal.SIGTERM, termination.arrive)
     try:
         with trace.span("start roles"):
             for command in role_commands(spec, spec_file):
                 roles.append(RoleProcess(command, run_dir / "logs"))
         with trace.span("watch"), ProgressView(run_dir, spec.training.steps, console) as view:
             view.describe("starting " + ", ".join(role.role.name for role in roles))
-            while not watch(roles):
+            while not _over(roles, termination):
                 view.update()
                 time.sleep(POLL_S)
+        if termination.made and not exported(read_records(run_dir / EVENTS_FILE)):
+            raise termination.terminated("")
     finally:
         # A second signal must not cut the clean-up short.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -119,16 +118,23 @@ def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console) 
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _over(roles: list[RoleProcess], termination: TerminationRequest) -> bool:
+    """Raises RoleFailed, Terminated."""
+    termination.check()
+    try:
+        return watch(roles)
+    except RoleFailed as failure:
+        if termination.made:
+            raise termination.terminated(str(failure)) from None
+        raise
+
+
 def _merge_trace(run_dir: Path, console: Console) -> None:
     """A trace that cannot be written must not hide how the run ended."""
     try:
         write_trace(run_dir)
     except (TraceError, OSError) as error:
         console.print(f"no {TRACE_FILE}: {error}", style="yellow", markup=False, soft_wrap=True)
-
-
-def _raise_terminated(_signal: int, _frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def is_held(run_dir: Path) -> bool:

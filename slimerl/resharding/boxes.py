@@ -3,6 +3,7 @@
 Flows in and out: plain integers. Invariant: `starts[i] <= stops[i]` in every dimension; boxes never change.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from operator import ge, gt, le, sub
@@ -65,3 +66,16 @@ class Box:
             tuple(map(sub, self.starts, outer.starts)),
             tuple(map(sub, self.stops, outer.starts)),
         )
+
+
+def joined_by_rows(boxes: Iterable[Box]) -> list[Box]:
+    """Boxes in the order of their starts; those that follow each other without a gap in the first dimension, and are
+    equal in the others, become one."""
+    joined: list[Box] = []
+    for box in boxes:
+        above = joined[-1] if joined else box
+        if above.stops[0] == box.starts[0] and above.range_in(0, box.starts[0], box.stops[0]) == box:
+            joined[-1] = above.range_in(0, above.starts[0], box.stops[0])
+        else:
+            joined.append(box)
+    return joined

@@ -83,6 +83,10 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
+    def file_of(self, name: str) -> str:
+        """The name of the file that holds a tensor."""
+        return self._file_of[name]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Read from the file's header alone."""
         return tuple(self._handle(name).get_slice(name).get_shape())
@@ -176,9 +180,9 @@ def write_checkpoint(
     partial.mkdir()
     try:
         dtype = _write_shards(partial, tensors, shard_bytes)
-        _copy_companions(source, partial, dtype)
+        copy_companions(source, partial, dtype)
         _flush(partial)
-        _put_in_place(partial, directory)
+        put_in_place(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -229,7 +233,8 @@ def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
+def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Configuration and tokenizer files; `config.json` gets the dtype."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _COPIED and not path.name.endswith(".index.json"):
             shutil.copyfile(path, target / path.name)
@@ -248,7 +253,8 @@ def _flush(directory: Path) -> None:
             os.close(descriptor)
 
 
-def _put_in_place(complete: Path, directory: Path) -> None:
+def put_in_place(complete: Path, directory: Path) -> None:
+    """Rename a complete directory, in the place of an older one. Raises OSError; then the older one is back."""
     replaced = directory.with_name(f".{directory.name}.replaced-{os.getpid()}")
     if directory.exists():
         directory.rename(replaced)

@@ -269,15 +269,23 @@ class MegatronLayout:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """One SGLang server: `tensor` GPUs; attention may be cut over fewer of them, experts over groups of them.
+    """One SGLang server: `tensor` GPUs in each of `pipeline` stages, tensor fastest; attention may be cut over fewer of
+    a stage's GPUs, experts over groups of them.
 
-    Attention is cut over tensor / data_attention ranks, an expert over tensor / expert ranks.
+    Attention is cut over tensor / data_attention / context_attention ranks, an expert over tensor / expert /
+    data_expert ranks.
     """
 
     tensor: int = 1
     expert: int = 1
     data_attention: int = 1
     """SGLang's --dp-size with --enable-dp-attention; 1: off."""
+    context_attention: int = 1
+    """--attn-cp-size: ranks that share a sequence and hold the same part of attention."""
+    data_expert: int = 1
+    """--moe-dp-size: groups of ranks that each hold all experts."""
+    pipeline: int = 1
+    """--pp-size; where layers do not come out even, the last stages have one more each."""
     vocabulary_multiple: int = 64
     head_over_attention: bool = False
     """--enable-dp-lm-head: the output layer is cut like attention."""
@@ -297,21 +305,26 @@ class EngineLayout:
     """Unquantised experts of the flashinfer_cutlass backend: w13 is [up; gate]."""
 
     def __post_init__(self) -> None:
-        divide(self.tensor, self.expert, "engine tensor over expert")
-        divide(self.tensor, self.data_attention, "engine tensor over data_attention")
+        divide(self.tensor, self.expert * self.data_expert, "engine tensor over expert * data_expert")
+        divide(
+            self.tensor,
+            self.data_attention * self.context_attention,
+            "engine tensor over data_attention * context_attention",
+        )
 
     @property
     def world_size(self) -> int:
-        return self.tensor
+        return self.tensor * self.pipeline
 
-    def _check(self, rank: int) -> None:
-        if not 0 <= rank < self.tensor:
-            raise LayoutError(f"rank {rank} is outside of an engine of {self.tensor} ranks")
+    def _stage_and_rank(self, rank: int) -> tuple[int, int]:
+        """The stage, and the rank in it. Raises LayoutError where the engine has no such rank."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is outside of an engine of {self.world_size} ranks")
+        return divmod(rank, self.tensor)
 
     def part(self, rank: int, axis: Axis) -> Part:
-        self._check(rank)
         parts = self._parts(axis)
-        return Part(rank % parts, parts)
+        return Part(self._stage_and_rank(rank)[1] % parts, parts)
 
     def _parts(self, axis: Axis) -> int:
         whole = {
@@ -323,14 +336,18 @@ class EngineLayout:
         if whole.get(axis, False):
             return 1
         if axis is Axis.EXPERT:
-            return self.tensor // self.expert
-        if axis in (Axis.ATTENTION, Axis.EMBEDDING) or (axis is Axis.HEAD and self.head_over_attention):
-            return self.tensor // self.data_attention
-        return self.tensor
+            return self.tensor // (self.expert * self.data_expert)
+        over_attention = axis is Axis.ATTENTION
+        over_attention |= axis is Axis.EMBEDDING and self.data_attention > 1
+        over_attention |= axis is Axis.HEAD and self.head_over_attention
+        return self.tensor // (self.data_attention * self.context_attention) if over_attention else self.tensor
 
     def layers(self, rank: int, layers: int) -> list[HeldLayer]:
-        self._check(rank)
-        return [HeldLayer("", layer, layer) for layer in range(layers)]
+        stage, _ = self._stage_and_rank(rank)
+        each, longer = divmod(layers, self.pipeline)
+        first = stage * each + max(0, stage - (self.pipeline - longer))
+        count = each + (stage >= self.pipeline - longer)
+        return [HeldLayer("", layer, layer) for layer in range(first, first + count)]
 
     def expert_slots(self, rank: int, experts: int, location: ExpertLocation, layer: int) -> Sequence[int]:
         """The expert in each of the rank's places.
@@ -339,7 +356,7 @@ class EngineLayout:
             LayoutError: the places do not divide over the ranks, the model cannot have redundant experts, or the map
                 has not as many places.
         """
-        self._check(rank)
+        _, in_stage = self._stage_and_rank(rank)
         places = experts + self.redundant_experts
         if self.redundant_experts and location is not ExpertLocation.COPIED:
             raise LayoutError(
@@ -347,7 +364,8 @@ class EngineLayout:
                 "set redundant_experts to 0"
             )
         each = divide(places, self.expert, "experts over the engine's expert parallelism")
-        first = rank // (self.tensor // self.expert) * each
+        inside = self._parts(Axis.EXPERT)
+        first = in_stage % (inside * self.expert) // inside * each
         if self.expert_map is None or location is ExpertLocation.FIXED:
             return [place % experts for place in range(first, first + each)]
         if layer >= len(self.expert_map) or len(self.expert_map[layer]) != places:
@@ -355,16 +373,16 @@ class EngineLayout:
         return self.expert_map[layer][first : first + each]
 
     def first_prefix(self, rank: int) -> str | None:
-        return ""
+        return "" if self._stage_and_rank(rank)[0] == 0 else None
 
     def last_prefix(self, rank: int) -> str | None:
-        return ""
+        return "" if self._stage_and_rank(rank)[0] == self.pipeline - 1 else None
 
     def norm_prefix(self, rank: int, prediction: bool) -> str | None:
-        return ""
+        return self.last_prefix(rank)
 
     def prediction_prefix(self, rank: int) -> str | None:
-        return ""
+        return self.last_prefix(rank)
 
     def padded_vocabulary(self, vocabulary: int, parts: int | None = None) -> int:
         """SGLang pads to 64, and to 64 times the ranks where that does not come out even."""

@@ -83,13 +83,18 @@ class WeightProof:
         """
         if unsent := self._tensors.keys() - self._added:
             raise ProofError(f"tensors were never sent: {some_names(unsent)}")
-        if len(reports) != len(self._expected):
-            raise ProofError(f"{engine} has {len(self._expected)} ranks, {len(reports)} reported")
-        for rank, (expected, found) in enumerate(zip(self._expected, reports, strict=True)):
-            if missing := expected.keys() ^ found.keys():
-                raise ProofError(
-                    f"{engine} rank {rank} and the plan disagree about what it holds: {some_names(missing)}"
-                )
-            wrong = [name for name, value in expected.items() if found[name] != value]
-            if wrong:
-                raise ProofError(f"{engine} rank {rank} does not hold what was sent of {some_names(wrong)}")
+        compare_digests(engine, self._expected, reports)
+
+
+def compare_digests(
+    engine: str, expected_of: Sequence[Mapping[str, int]], reports: Sequence[Mapping[str, int]]
+) -> None:
+    """One engine's ranks: what each must hold of each tensor, and what it says it holds. Raises ProofError."""
+    if len(reports) != len(expected_of):
+        raise ProofError(f"{engine} has {len(expected_of)} ranks, {len(reports)} reported")
+    for rank, (expected, found) in enumerate(zip(expected_of, reports, strict=True)):
+        if missing := expected.keys() ^ found.keys():
+            raise ProofError(f"{engine} rank {rank} and the plan disagree about what it holds: {some_names(missing)}")
+        wrong = [name for name, value in expected.items() if found[name] != value]
+        if wrong:
+            raise ProofError(f"{engine} rank {rank} does not hold what was sent of {some_names(wrong)}")

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 
 from slimerl.resharding.boxes import Box
 from slimerl.resharding.families.scales import BlockScales, scale_name
-from slimerl.resharding.layouts import LayoutError
 from slimerl.resharding.tensors import LogicalTensor, Placement
 
 FP8 = torch.float8_e4m3fn
@@ -139,13 +138,16 @@ def quantise_parameter(
         `planner.templates.Parameter.scales` counts): those of the blocks that begin in the piece.
 
     Raises:
-        LayoutError: the rank's part of a tensor ends inside a block, whose scale no rank could know alone.
+        LayoutError: the rank's part of a tensor ends inside a block (`BlockScales.check_whole`). The planner refuses
+            such layouts before.
     """
     data = torch.empty(parameter.shape, dtype=FP8, device=parameter.device)
     rows_of: dict[int, torch.Tensor] = {}
     for run in _runs(placements):
         box = Box(placements[run[0]].box.starts, placements[run[-1]].box.stops)
-        _check_borders(placements[run[0]], box, shapes[placements[run[0]].tensor], scales)
+        first_piece = placements[run[0]]
+        held = f"{first_piece.tensor}: this rank ({first_piece.parameter})"
+        scales.check_whole(held, box, shapes[first_piece.tensor])
         made = quantise(torch.cat([placements[at].view_of(parameter) for at in run]), scales)
         for at in run:
             place = placements[at].box
@@ -171,13 +173,3 @@ def _runs(placements: Sequence[Placement]) -> list[list[int]]:
 def _follows(above: Placement, below: Placement) -> bool:
     same_columns = (above.box.starts[1:], above.box.stops[1:]) == (below.box.starts[1:], below.box.stops[1:])
     return above.tensor == below.tensor and same_columns and above.box.stops[0] == below.box.starts[0]
-
-
-def _check_borders(place: Placement, box: Box, shape: tuple[int, ...], scales: BlockScales) -> None:
-    for dimension, (start, stop, size) in enumerate(zip(box.starts, box.stops, shape, strict=True)):
-        if start % scales.block or (stop % scales.block and stop != size):
-            raise LayoutError(
-                f"{place.tensor}: this rank holds {('rows', 'columns')[dimension]} {start} to {stop} of {size} (in "
-                f"{place.parameter}), which cuts a block of {scales.block}: its scale needs both sides; choose a "
-                "trainer's tensor or expert_tensor size that leaves whole blocks"
-            )

@@ -21,9 +21,11 @@ from slimerl.engine.fleet import EngineFleet
 from slimerl.resharding.gather import Gather
 from slimerl.resharding.proof import WeightProof
 from slimerl.resharding.quantise import on_the_wire
+from slimerl.resharding.sent_state import SentState
 from slimerl.resharding.sync_plan import SyncPlan
 from slimerl.resharding.transports.broadcast import BroadcastCarrier
 from slimerl.resharding.transports.carrier import Carrier
+from slimerl.resharding.transports.delta import DeltaCarrier
 from slimerl.resharding.transports.disk import DiskCarrier
 from slimerl.resharding.transports.ipc import IpcCarrier
 from slimerl.resilience.deadline import Deadline
@@ -60,7 +62,7 @@ class WeightLease:
         hold = control.hold(HoldRequest(version, lease_s))
         self._lease_id = hold.lease_id
         self.engines = hold.engines
-        self.fleet = EngineFleet(hold.engines, call_s)
+        self.fleet = EngineFleet(hold.engines, call_s, hold.pause)
 
     def serve(self) -> None:
         """After the commit: the engines left go on, with the new weights alone. Raises NoEngineLeft."""
@@ -92,7 +94,7 @@ class WeightSyncer:
         parameters: this rank's parameters, named as in the plan; None on ranks that do not gather.
         control: the rollout role's client, on the first gathering rank alone.
         timeout_s: seconds of the hold's lease; the whole sync ends before.
-        transport: `ipc`, `broadcast` or `disk`.
+        transport: `ipc`, `broadcast`, `disk` or `delta`.
         directory: of the run; `disk` puts its buckets there.
     """
 
@@ -112,6 +114,7 @@ class WeightSyncer:
         self._timeout_s = timeout_s
         self._transport = transport
         self._directory = directory
+        self._sent = SentState()
         self._gather = (
             Gather(plan.trainer_ranks, plan.gathered, group, plan.kept_back) if parameters is not None else None
         )
@@ -195,7 +198,7 @@ class WeightSyncer:
     ) -> None:
         transfer = Deadline(f"the transfer of version {version}", self._timeout_s * TRANSFER_SHARE)
         proof = WeightProof(self._plan.tensors, self._plan.engine_ranks)
-        with self._open_carrier(fleet) as carrier:
+        with self._open_carrier(fleet, transfer) as carrier:
             with clock("pause"):
                 fleet.pause()
                 fleet.begin_weight_update()
@@ -216,7 +219,7 @@ class WeightSyncer:
         with clock("commit"):
             fleet.end_weight_update(version)
 
-    def _open_carrier(self, fleet: EngineFleet) -> Carrier:
+    def _open_carrier(self, fleet: EngineFleet, transfer: Deadline) -> Carrier:
         call_s = self._timeout_s * CALL_SHARE
         match self._transport:
             case "ipc":
@@ -225,6 +228,8 @@ class WeightSyncer:
                 return BroadcastCarrier(fleet, call_s)
             case "disk":
                 return DiskCarrier(fleet, self._directory / "sync", call_s)
+            case "delta":
+                return DeltaCarrier(fleet, self._sent, self._plan.engine_ranks, call_s, transfer)
         raise ValueError(f"unknown transport {self._transport!r}")
 
 

@@ -1,4 +1,7 @@
 """Rewards: what a response is worth, found where it can be killed.
 
-`outcome.py` the three outcomes and the interface; `math.py` the rule; `pool.py` and `worker.py` the processes.
+outcome          the three outcomes and the interface; `build` makes a reward from the spec
+math, code, hooks   rules that run in worker processes (`pool`, `worker`); code's programs in `sandbox/`
+http, language_judge   services, through `remote` with its circuit `breaker`
+composite        the weighted sum of others
 """

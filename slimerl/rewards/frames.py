@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,6 +17,17 @@ Message = TypeVar("Message")
 class Task(msgspec.Struct, frozen=True):
     number: int
     request: RewardRequest
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What a worker is for, told at its start. `scorer`: `package.module:function`, the scorer itself, or with
+    `options` what makes it from them. `starts_programs`: its scorer starts processes, and sees to their limits and
+    their end."""
+
+    scorer: str
+    memory_bytes: int
+    options: dict[str, Any] | None = None
+    starts_programs: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True):

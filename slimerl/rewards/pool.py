@@ -12,19 +12,21 @@ import logging
 import os
 import socket
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
+
+import msgspec
 
 from slimerl.rewards.family import kill_family
-from slimerl.rewards.frames import GarbledFrame, Ready, Task, Verdict, pack, read_frame
-from slimerl.rewards.outcome import Failed, Outcome, RewardRequest
+from slimerl.rewards.frames import GarbledFrame, Job, Ready, Task, Verdict, pack, read_frame
+from slimerl.rewards.outcome import Events, Failed, Outcome, RewardRequest, RewardUnavailable
 
 logger = logging.getLogger(__name__)
 
 MATH = "slimerl.rewards.math:score"
 
-SCORERS = {"math": MATH}
-"""Import path of the scorer of each `reward.kind`."""
 MEMORY_BYTES = 2 * 2**30
 """Address space of a worker; math-verify with sympy needs about a tenth."""
 START_S = 60.0
@@ -33,7 +35,7 @@ MAX_FAILED_STARTS = 3
 """In a row; then the fault lies in the installation and not in a response."""
 
 
-class PoolError(RuntimeError):
+class PoolError(RewardUnavailable):
     """Workers cannot be started; the message says why."""
 
 
@@ -61,6 +63,11 @@ class WorkerPool:
     timeout_s: float
     scorer: str = MATH
     memory_bytes: int = MEMORY_BYTES
+    options: dict[str, Any] | None = None
+    """See `Job`, this and the next."""
+    starts_programs: bool = False
+    events: Events = field(default_factory=Events)
+    """`worker_replaced`."""
     replaced: int = 0
     """Workers that had to be replaced so far."""
     _idle: asyncio.Queue[_Worker | None] = field(default_factory=asyncio.Queue)
@@ -111,6 +118,9 @@ class WorkerPool:
         await asyncio.gather(*self._replacing, return_exceptions=True)
         await asyncio.gather(*(self._kill(worker) for worker in list(self._living)))
 
+    def take_events(self) -> Counter[str]:
+        return self.events.take()
+
     def pids(self) -> list[int]:
         """Process ids of the living workers."""
         return [worker.process.pid for worker in self._living]
@@ -129,6 +139,7 @@ class WorkerPool:
     def _replace(self, worker: _Worker, sample_id: str) -> None:
         logger.warning("reward worker %d is replaced after sample %s", worker.process.pid, sample_id)
         self.replaced += 1
+        self.events["worker_replaced"] += 1
         task = asyncio.get_running_loop().create_task(self._kill_and_launch(worker))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
@@ -150,7 +161,8 @@ class WorkerPool:
     async def _launch(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            arguments = [str(os.getpid()), str(theirs.fileno()), self.scorer, str(self.memory_bytes)]
+            job = Job(self.scorer, self.memory_bytes, self.options, self.starts_programs)
+            arguments = [str(os.getpid()), str(theirs.fileno()), msgspec.json.encode(job).decode()]
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "slimerl.rewards.worker"),

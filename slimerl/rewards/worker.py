@@ -1,4 +1,4 @@
-"""One reward worker: `python -m slimerl.rewards.worker PARENT_PID SOCKET_FD MODULE:FUNCTION MEMORY_BYTES`.
+"""One reward worker: `python -m slimerl.rewards.worker PARENT_PID SOCKET_FD JOB`, the last a `Job` in JSON.
 
 Flows in and out: frames on the socket, one task at a time. Standard input and output lead to /dev/null, so that
 nothing a scorer prints reaches anyone. Time is not kept here: whoever waits kills this process.
@@ -14,9 +14,12 @@ import resource
 import socket
 import sys
 from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from slimerl.resilience.processes import die_with_parent
-from slimerl.rewards.frames import Ready, Task, Verdict, pack, receive_frame
+from slimerl.rewards.frames import Job, Ready, Task, Verdict, pack, receive_frame
 from slimerl.rewards.outcome import Failed, Outcome, RewardRequest, Scored
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -26,17 +29,21 @@ _OPEN_FILES = 64
 Scorer = Callable[[RewardRequest], Outcome]
 
 
-def main(parent_pid: int, descriptor: int, scorer_path: str, memory_bytes: int) -> None:
+def main(parent_pid: int, descriptor: int, job: Job) -> None:
     """Serve tasks until the socket closes or the worker is not fit for another."""
     die_with_parent(parent_pid)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     stream = socket.socket(fileno=descriptor)
     try:
-        scorer = load_scorer(scorer_path)
-    except (ImportError, AttributeError, ValueError) as error:
-        stream.sendall(pack(Ready(f"cannot load {scorer_path}: {error}")))
+        scorer = load_scorer(job.scorer, job.options)
+    except Exception as error:  # noqa: BLE001 - a module of the user's may raise anything; it is told and this ends
+        stream.sendall(pack(Ready(f"cannot load {job.scorer}: {error}")))
         return
-    _limit(memory_bytes)
+    if job.starts_programs:
+        # Its own alone: the programs get theirs, which may be wider.
+        resource.setrlimit(resource.RLIMIT_AS, (job.memory_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    else:
+        _limit(job.memory_bytes)
     stream.sendall(pack(Ready()))
     while True:
         try:
@@ -50,12 +57,13 @@ def main(parent_pid: int, descriptor: int, scorer_path: str, memory_bytes: int) 
             return
 
 
-def load_scorer(path: str) -> Scorer:
-    """`package.module:function`. Raises ImportError, AttributeError or ValueError."""
+def load_scorer(path: str, options: dict[str, Any] | None = None) -> Scorer:
+    """See `Job`. Raises what the module raises, ImportError, AttributeError or ValueError."""
     module, colon, function = path.partition(":")
     if not colon:
         raise ValueError("write a scorer as package.module:function")
-    scorer: Scorer = getattr(importlib.import_module(module), function)
+    found = getattr(importlib.import_module(module), function)
+    scorer: Scorer = found if options is None else found(**options)
     return scorer
 
 
@@ -80,6 +88,8 @@ def _score(scorer: Scorer, request: RewardRequest) -> tuple[Outcome, bool]:
         return Failed("recursion", "scoring recursed too deeply"), False
     except Exception as error:  # noqa: BLE001 - whatever a scorer raises is an outcome of the sample
         return Failed("error", f"{type(error).__name__}: {error}"[:1000]), True
+    if not isinstance(outcome, Outcome):
+        return Failed("bad_return", f"the scorer gave {type(outcome).__name__}, not an Outcome"), True
     if isinstance(outcome, Scored) and not math.isfinite(outcome.reward):
         return Failed("not_finite", f"the reward is {outcome.reward}"), True
     return outcome, True
@@ -94,4 +104,4 @@ def _has_children() -> bool:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), msgspec.json.decode(sys.argv[3], type=Job))

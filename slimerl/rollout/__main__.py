@@ -24,7 +24,8 @@ from aiohttp import web
 from slimerl.engine.local_resources import NoAddress, own_address
 from slimerl.engine.protocol import SamplingParams
 from slimerl.resilience.processes import die_with_parent
-from slimerl.rewards.pool import SCORERS, PoolError, WorkerPool
+from slimerl.rewards.build import build_reward, reads_prompt
+from slimerl.rewards.outcome import RewardUnavailable, RunningReward
 from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients
@@ -67,7 +68,7 @@ def main(spec: RunSpec) -> int:
     except (DataError, TokenizerError) as error:
         print(error, file=sys.stderr)
         return 2
-    except (NoAddress, PoolError) as error:
+    except (NoAddress, RewardUnavailable) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -78,7 +79,7 @@ async def serve(spec: RunSpec) -> None:
     token = secrets.token_hex(16)
     ended = asyncio.Event()
     trace.start(spec.run_dir, "rollout")
-    reward = WorkerPool(spec.reward.workers, spec.reward.timeout_s, SCORERS[spec.reward.kind])
+    reward = build_reward(spec.reward)
     try:
         # Both take seconds; neither needs the other.
         begun = time.monotonic()
@@ -125,14 +126,14 @@ def read_inputs(spec: RunSpec) -> Inputs:
 
 @asynccontextmanager
 async def _service(
-    spec: RunSpec, inputs: Inputs, reward: WorkerPool, token: str, ended: asyncio.Event
+    spec: RunSpec, inputs: Inputs, reward: RunningReward, token: str, ended: asyncio.Event
 ) -> AsyncIterator[ControlService]:
     """The parts, put together."""
     rollout, training = spec.rollout, spec.training
     router = LeastLoaded(rollout.max_running_requests)
     clients = EngineClients(spec.deadlines.request_s)
     dispatcher = Dispatcher(router, clients, spec.deadlines.request_s)
-    judge = Judge(inputs.tokenizer.decode, reward)
+    judge = Judge(inputs.tokenizer.decode, reward, reads_prompt(spec.reward), reward.take_events)
     params = SamplingParams(
         rollout.max_new_tokens,
         rollout.temperature,
@@ -146,6 +147,7 @@ async def _service(
             spec.seed,
             params,
             spec.reward.on_failure,
+            rollout.chunk_tokens,
             spec.algorithm.dynamic_sampling_rounds,
         ),
         PromptStream(inputs.train, spec.seed),
@@ -154,7 +156,7 @@ async def _service(
         dispatcher,
         judge,
     )
-    weights = WeightHold(dispatcher, clients, spec.engine.replicas, spec.deadlines.start_s)
+    weights = WeightHold(dispatcher, clients, spec.engine.replicas, spec.deadlines.start_s, on_update=rollout.on_update)
     evaluation = Evaluation(inputs.held_out, _evaluation_params(spec, params), spec.seed, dispatcher, judge)
     lag = LoopLag()
     service = ControlService(token, router, clients, scheduler, weights, evaluation, lag, shutdown=ended)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from slimerl.resharding.planner import Plan, without
-from slimerl.simulation.network import READY, Links, Transfers, bounce, simulate
+from slimerl.resharding.planner import Plan, resume
+from slimerl.simulation.network import Links, Transfers, bounce, simulate
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,9 @@ def simulate_death(
     conditions = Conditions() if conditions is None else conditions
     links = _links(plan, conditions)
     first = simulate(_transfers(plan), links, conditions.seed, stop_s=at_s)
-    rest = without(plan, [dead])
-    delivered = _delivered(plan, np.isfinite(first.end_s), rest)
-    transfers = _remaining(rest, delivered)
-    second = simulate(transfers, links, conditions.seed + 1)
+    done = np.isfinite(first.end_s)
+    parcel, nic = plan.operations.parcel[done].astype(np.int64), plan.operations.receiver[done].astype(np.int64)
+    second = simulate(_transfers(resume(plan, [dead], parcel, nic)), links, conditions.seed + 1)
     seconds = at_s + notice_s + replan_s + second.seconds
     return SyncTime(seconds, seconds, plan.template.bounds.seconds, (first.busy_s + second.busy_s) / seconds)
 
@@ -96,15 +95,6 @@ def _mates(plan: Plan, nic: int) -> NDArray[np.int64]:
     return mates[(mates >= 0) & (mates != nic)]
 
 
-def _node_numbers(plan: Plan) -> NDArray[np.int64]:
-    """[nics]: which node of (member, class) a NIC belongs to, -1 for the trainer's."""
-    nodes = np.full(plan.topology.nics, -1, dtype=np.int64)
-    present = plan.nodes.nic >= 0
-    numbers = np.arange(plan.nodes.nic[:, :, 0].size).reshape(*plan.nodes.nic.shape[:2], 1)
-    nodes[plan.nodes.nic[present]] = np.broadcast_to(numbers, plan.nodes.nic.shape)[present]
-    return nodes
-
-
 def _fan_out_end(plan: Plan, transfers: Transfers, end_s: NDArray[np.float64]) -> float:
     """When the last copy over NVLink is there: each GPU passes on, in order of arrival, what others of its node want.
 
@@ -127,28 +117,3 @@ def _fan_out_end(plan: Plan, transfers: Transfers, end_s: NDArray[np.float64]) -
     last = np.r_[starts[1:], len(receiver)] - 1
     until_end = np.repeat(total[last], np.diff(np.r_[starts, len(receiver)])) - total + spent
     return float((end_s[order] + until_end).max())
-
-
-def _delivered(plan: Plan, done: NDArray[np.bool_], rest: Plan) -> NDArray[np.int64]:
-    """Sorted codes parcel * nodes + node, as `rest` numbers the nodes, of what living nodes already have."""
-    nodes = _node_numbers(rest)[plan.operations.receiver[done]]
-    count = rest.nodes.nic[:, :, 0].size
-    parcel = plan.operations.parcel[done].astype(np.int64)
-    return np.unique((parcel * count + nodes)[nodes >= 0])
-
-
-def _remaining(plan: Plan, delivered: NDArray[np.int64]) -> Transfers:
-    """The plan's transfers without what has been delivered."""
-    transfers = _transfers(plan)
-    code = plan.operations.parcel * np.int64(plan.nodes.nic[:, :, 0].size) + _node_numbers(plan)[transfers.receiver]
-    kept = ~np.isin(code, delivered)
-    number = np.cumsum(kept) - 1
-    after = transfers.after[kept]
-    waits = (after != READY) & kept[after]
-    return Transfers(
-        transfers.sender[kept],
-        transfers.receiver[kept],
-        transfers.nbytes[kept],
-        np.where(waits, number[after], READY),
-        transfers.order[kept],
-    )

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from slimerl.spec.fields import NonNegative, Positive, Real, Strict
+from slimerl.spec.functions import ImportPath
 
 AlgorithmName = Literal[
     "grpo",
@@ -96,8 +97,6 @@ COMPARES_GROUPS = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo",
 
 FROM_DATA = frozenset({"sft", "dpo", "reward_model"})
 """Algorithms that read their responses from the data instead of sampling them."""
-
-ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 def options_read(given: Mapping[str, Any]) -> dict[str, Any]:

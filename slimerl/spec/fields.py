@@ -3,6 +3,7 @@
 Invariant: strict, frozen; reals are finite, and whole numbers are accepted where reals are meant.
 """
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -23,10 +24,21 @@ def _float_from_int(value: object) -> object:
         raise ValueError("input should be a number below 1.8e308") from None
 
 
+def _path_from_text(value: object) -> object:
+    return Path(value) if isinstance(value, str) else value
+
+
+def tuple_from_list(value: object) -> object:
+    """YAML and JSON have no tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 Real = Annotated[float, BeforeValidator(_float_from_int)]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Workers = Annotated[int, Field(gt=0, le=1024)]
 """Threads or processes of one role; more than any machine has cores for is a slip of the pen."""
+Seconds = Annotated[Real, Field(gt=0)]
+FilePath = Annotated[Path, BeforeValidator(_path_from_text)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 """NumPy, which SGLang seeds with it, takes 32 bits; the engines and Megatron's ranks add numbers of their own."""

@@ -100,11 +100,15 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 def _plain_lines(error: ValidationError) -> Iterator[str]:
     for fault in error.errors():
-        where = ".".join(str(part) for part in fault["loc"])
+        # A variant of a section stands in the place of a fault, but not in the file.
+        where = ".".join(str(part) for part in fault["loc"] if not str(part).startswith("<"))
         if fault["type"] == "extra_forbidden":
             yield f"unknown key '{where}'{_nearest(where)}"
         elif fault["type"] == "missing":
             yield f"'{where}' is missing"
+        elif fault["type"] == "union_tag_invalid":
+            known = re.findall(r"<(\w+)>", fault["ctx"]["expected_tags"])
+            yield f"{where}.kind: {_unknown_kind(str(fault['input']['kind']), known)}"
         elif fault["type"] == "model_type":
             yield f"'{where}' is a section of keys, found {fault['input']!r}"
         else:
@@ -132,7 +136,8 @@ def _unit_of(key: str) -> str:
 def _nearest(unknown: str) -> str:
     """A hint: the key of the same meaning in another unit, else of the same last part in another section, else the one
     that is spelt most alike."""
-    keys = list(all_keys(RunSpec))
+    keys = list(dict.fromkeys(all_keys(RunSpec)))
+    unknown = re.sub(r"\.\d+(?=\.)", "", unknown)
     leaf = unknown.rpartition(".")[2]
     same_meaning = [key for key in keys if _without_unit(key) == _without_unit(unknown)]
     if same_meaning:
@@ -145,6 +150,12 @@ def _nearest(unknown: str) -> str:
     return f"; did you mean '{match[0]}'?" if match else ""
 
 
+def _unknown_kind(kind: str, known: Sequence[str]) -> str:
+    match = difflib.get_close_matches(kind, known, n=1)
+    meant = f"did you mean '{match[0]}'?" if match else f"choose one of {', '.join(known)}"
+    return f"there is no kind '{kind}' here; {meant}"
+
+
 def _without_unit(key: str) -> str:
     stem, _, last = key.rpartition("_")
     return stem if last in (*UNITS, *_OTHER_UNITS) else key
@@ -154,6 +165,13 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key of the schema, dotted, sections before their members."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        for candidate in (field.annotation, *get_args(field.annotation)):
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-                yield from all_keys(candidate, f"{prefix}{name}.")
+        for section in _sections(field.annotation):
+            yield from all_keys(section, f"{prefix}{name}.")
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Every section in a type: itself, the variants of a union, the elements of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)

@@ -11,15 +11,18 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slimerl.spec.algorithm import AlgorithmSpec
-from slimerl.spec.fields import NonNegative, Positive, Real, Seed, Strict, Workers
-
-
-def _path_from_text(value: object) -> object:
-    return Path(value) if isinstance(value, str) else value
-
-
-def _tuple_from_list(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
+from slimerl.spec.fields import (
+    FilePath,
+    NonNegative,
+    Positive,
+    Real,
+    Seconds,
+    Seed,
+    Strict,
+    Workers,
+    tuple_from_list,
+)
+from slimerl.spec.reward import MathReward, RewardSpec
 
 
 def _no_directory_itself(name: str) -> str:
@@ -28,8 +31,6 @@ def _no_directory_itself(name: str) -> str:
     return name
 
 
-FilePath = Annotated[Path, BeforeValidator(_path_from_text)]
-Seconds = Annotated[Real, Field(gt=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -37,6 +38,9 @@ class ModelSpec(Strict):
     """The policy, as a Hugging Face checkpoint directory; its `config.json` gives the model arguments."""
 
     path: FilePath
+    megatron_path: FilePath | None = None
+    """Take the trainer's weights from this distributed checkpoint of the same model, which any layout reads:
+    converted (tools/convert_checkpoint.py), or another run's checkpoints/step-N."""
     dtype: Literal["fp32", "bf16"] = "fp32"
 
 
@@ -144,6 +148,13 @@ class RolloutSpec(Strict):
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
     max_staleness: NonNegative = 0
     """Policy versions that a sample may be behind: 0 synchronous, 1 one-step-off, more asynchronous."""
+    on_update: Literal["retract", "in_place", "abort", "drain"] = "retract"
+    """What requests do that still run when new weights come. retract: give their KV cache back and go on from their
+    tokens under the new weights. in_place: keep it, computed by the old weights. abort: end, and be sent again with
+    their tokens. drain: the weights wait until they have ended."""
+    chunk_tokens: Positive | None = None
+    """Divided rollout: an engine generates so many tokens of a sample at most before it is sent anew, to whichever
+    engine has room; checkpoints keep what is there. Each move costs the prompt's computation: 256 or more."""
     max_running_requests: Positive = 256
     """Requests in flight per engine."""
     port: Port = 0
@@ -179,7 +190,7 @@ class EngineSpec(Strict):
     context_tokens: Positive = 2048
     threads: Workers = 1
     """CPU threads of one engine process; without meaning on a GPU."""
-    extra_args: Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)] = ()
+    extra_args: Annotated[tuple[str, ...], BeforeValidator(tuple_from_list)] = ()
     """Further arguments of `sglang.launch_server`, as they stand."""
 
     @model_validator(mode="after")
@@ -207,22 +218,20 @@ class ClusterSpec(Strict):
     """Of one GPU, for `slimerl check --plan-only`; elsewhere the machine is asked."""
 
 
-class RewardSpec(Strict):
-    kind: Literal["math"] = "math"
-    workers: Workers = 1
-    timeout_s: Seconds = 10.0
-    on_failure: Literal["drop", "zero"] = "drop"
-    """What becomes of a sample whose reward could not be computed."""
-
-
 class SyncSpec(Strict):
     """How new weights get into the engines."""
 
-    transport: Literal["ipc", "broadcast", "disk"] = "ipc"
+    transport: Literal["ipc", "broadcast", "disk", "delta", "shards"] = "ipc"
     """`ipc`: shared memory; engines on the trainer's machine. `broadcast`: a process group of trainer and engines;
-    anywhere on one network. `disk`: files in `output_dir`, which trainer and engines must share."""
+    anywhere on one network. `disk`: files in `output_dir`, which trainer and engines must share. `delta`: only the
+    elements that changed, over slow links; the trainer keeps what it sent last, as large as the engines' weights, in
+    host memory. `shards`: each trainer rank sends its own part."""
     bucket_mib: Positive = 64
     """Weights travel in pieces of this size; two of them are under way at a time."""
+    staged: bool = True
+    """Of `shards`, in which every trainer rank sends its own part to the engine GPUs that want it. true: into a buffer
+    as large as the engine's weights, while engines generate; they stop for a copy alone, and a sync that fails leaves
+    them as they were. false: no buffer, and engines stop for the whole transfer."""
 
 
 class EvaluationSpec(Strict):
@@ -256,6 +265,8 @@ class DeadlineSpec(Strict):
     sync_s: Seconds = 300.0
     checkpoint_s: Seconds = 1800.0
     """From the time when the next one is due, or the run ends."""
+    terminate_s: Seconds = 25.0
+    """From SIGTERM to `slimerl run` until its roles are ended, with or without the checkpoint that it asks them for."""
     shutdown_s: Seconds = 20.0
 
     @model_validator(mode="after")
@@ -280,7 +291,7 @@ class RunSpec(Strict):
     rollout: RolloutSpec = RolloutSpec()
     engine: EngineSpec = EngineSpec()
     cluster: ClusterSpec = ClusterSpec()
-    reward: RewardSpec = RewardSpec()
+    reward: RewardSpec = MathReward()
     sync: SyncSpec = SyncSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()

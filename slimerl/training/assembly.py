@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from slimerl.algorithms import Algorithm, algorithm_of
+from slimerl.resharding.layouts import LayoutError
 from slimerl.spec import RunSpec
 from slimerl.training.batching import Batching, build_batching
 from slimerl.training.capabilities import Capabilities
 from slimerl.training.checkpoint.content import TrainedState
+from slimerl.training.checkpoint.start import load_megatron_weights
 from slimerl.training.loop import NoEngines, Syncer
 from slimerl.training.model import build_chunks, wrap_for_training
 from slimerl.training.model_config import (
@@ -36,7 +38,6 @@ from slimerl.training.step import PolicyTrainer
 from slimerl.training.weights import ModelMap, export_weights, load_weights, model_map
 
 if TYPE_CHECKING:
-    from slimerl.resharding.sync import WeightSyncer
     from slimerl.training.colocated import ColocatedSyncer
 
 
@@ -79,7 +80,10 @@ def build_policy(spec: RunSpec, grid: Grid, capabilities: Capabilities) -> Polic
     )
     where = model_map(hf_config, spec.training.parallel, capabilities)
     bare = build_chunks(arguments, config, capabilities, where.vocabulary_rows(arguments.vocab_size))
-    load_weights(bare, spec.model.path, where, grid.rank)
+    if spec.model.megatron_path is None:
+        load_weights(bare, spec.model.path, where, grid.rank)
+    else:
+        load_megatron_weights(bare, spec.model.megatron_path, spec.model.path, hf_config, grid)
     replicas = spec.training.parallel.data * spec.training.parallel.context
     chunks = wrap_for_training(bare, config, capabilities.overlaps_reduction(replicas))
     # after loading: the optimizer copies the weights
@@ -98,7 +102,7 @@ def shares_gpus(spec: RunSpec, capabilities: Capabilities) -> bool:
     return capabilities.cuda and spec.shares_gpus
 
 
-def with_engines(spec: RunSpec, policy: Policy, client: RolloutClient | None) -> tuple[Source, "WeightSyncer"]:
+def with_engines(spec: RunSpec, policy: Policy, client: RolloutClient | None) -> tuple[Source, Syncer]:
     """For algorithms that sample; `client` on the leaders of replicas."""
     # the engine's client library is not needed for supervised fine-tuning
     from slimerl.training.weight_sync import build_syncer
@@ -107,11 +111,20 @@ def with_engines(spec: RunSpec, policy: Policy, client: RolloutClient | None) ->
     return RolloutSource(spec, policy.grid, policy.algorithm, policy.batching, client), syncer
 
 
-def in_turns(spec: RunSpec, policy: Policy, syncer: "WeightSyncer") -> "ColocatedSyncer":
-    """In place of that syncer where the engines share the trainer's GPUs; called on every rank."""
+def in_turns(spec: RunSpec, policy: Policy, syncer: Syncer) -> "ColocatedSyncer":
+    """In place of that syncer where the engines share the trainer's GPUs; called on every rank.
+
+    Raises LayoutError: `shards` links GPUs, one to each member.
+    """
+    from slimerl.resharding.sync import WeightSyncer
     from slimerl.training.colocated import ColocatedSyncer
     from slimerl.training.hand_over import TrainerParts, share_problems
 
+    if not isinstance(syncer, WeightSyncer):
+        raise LayoutError(
+            "sync.transport: shards needs engines on GPUs of their own; set cluster.placement: disaggregated, or "
+            "sync.transport: ipc"
+        )
     parts = TrainerParts(policy.chunks, policy.state.optimizer)
     lease_s = spec.deadlines.batch_s + spec.deadlines.sync_s
     return ColocatedSyncer(syncer, parts, share_problems, lease_s, policy.grid.is_first)

@@ -83,6 +83,8 @@ class EngineMemory:
     kv_cache: int
     workspace: int
     runtime: int
+    staging: int = 0
+    """New weights on their way in, beside those that serve (`sync.staged`)."""
 
     @property
     def total(self) -> int:

@@ -1,15 +1,21 @@
 """The weight sync as the trainer uses it: the plan of this run, and who takes part.
 
-Flows in: the spec, the model, the engines as the spec describes them. Flows out: a `WeightSyncer`.
-Invariant: the ranks that hold the model once gather, the first of them (trainer rank 0) alone coordinates.
+Flows in: the spec, the model, the engines as the spec describes them. Flows out: a `WeightSyncer`, or, for `shards`, a
+`ShardSyncer`. Invariant: the ranks that hold the model once gather, or every rank sends what is its own; trainer rank 0
+alone coordinates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from slimerl.resharding.sync import WeightControl, WeightSyncer
-from slimerl.resharding.sync_plan import plan_sync
+from slimerl.resharding.planner import SyncShape, Topology
+from slimerl.resharding.shard_sync import ShardControl, ShardSyncer
+from slimerl.resharding.shard_trainer import ShardModel
+from slimerl.resharding.sync import WeightSyncer
+from slimerl.resharding.sync_plan import SyncPlan, plan_sync
 from slimerl.spec import RunSpec
 from slimerl.training.engine_layout import engine_config, engine_form, engine_layout
 from slimerl.training.parallel import Grid
@@ -19,8 +25,8 @@ MIB = 2**20
 
 
 def build_syncer(
-    spec: RunSpec, chunks: Sequence[torch.nn.Module], where: ModelMap, grid: Grid, control: WeightControl | None
-) -> WeightSyncer:
+    spec: RunSpec, chunks: Sequence[torch.nn.Module], where: ModelMap, grid: Grid, control: ShardControl | None
+) -> WeightSyncer | ShardSyncer:
     """Called on every rank; `control` is the rollout role's client, needed on trainer rank 0 alone.
 
     Raises:
@@ -37,6 +43,8 @@ def build_syncer(
         spec.sync.bucket_mib * MIB,
         engine_form=engine_form(served),
     )
+    if spec.sync.transport == "shards":
+        return _shard_syncer(spec, chunks, where, grid, control, plan, served)
     return WeightSyncer(
         plan,
         grid.holders,
@@ -46,3 +54,40 @@ def build_syncer(
         spec.sync.transport,
         spec.run_dir,
     )
+
+
+def _shard_syncer(
+    spec: RunSpec,
+    chunks: Sequence[torch.nn.Module],
+    where: ModelMap,
+    grid: Grid,
+    control: ShardControl | None,
+    plan: SyncPlan,
+    served: Mapping[str, Any],
+) -> ShardSyncer:
+    trainer_ranks = [where.placements(rank) for rank in range(where.layout.world_size)]
+    engine = engine_layout(spec.engine)
+
+    def shape_of(engines: int) -> SyncShape:
+        per_node = spec.cluster.gpus_per_node
+        small, large = sorted((per_node, engine.world_size))
+        # Engines that do not fill nodes evenly are planned as nodes of their own.
+        per_node = per_node if large % small == 0 else engine.world_size
+        topology = Topology(where.layout.world_size, engine.world_size, engines, per_node)
+        return SyncShape(served, where.layout, engine, topology, plan.dtype, engine_form(served))
+
+    return ShardSyncer(
+        ShardModel(plan, trainer_ranks, shape_of),
+        grid.rank,
+        lambda: named_parameters(chunks),
+        control if grid.is_first else None,
+        _exchange,
+        spec.deadlines.sync_s,
+        spec.sync.staged,
+    )
+
+
+def _exchange(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found

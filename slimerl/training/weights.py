@@ -72,6 +72,14 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tenso
     return found
 
 
+def keep_buffers_wide(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Call it before they are filled: Megatron's bf16 wrapper rounds them with the rest, and widens them again only in
+    the first forward pass."""
+    for name, tensor in parameters.items():
+        if name.endswith(PLACED_BUFFER):
+            tensor.data = tensor.data.float()
+
+
 def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path, where: ModelMap, rank: int) -> None:
     """Fill every parameter of this rank; a checkpoint of another dtype is converted.
 
@@ -79,10 +87,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path, where: Mod
         CheckpointError: a tensor is missing, unexpected or of the wrong shape.
     """
     parameters = named_parameters(chunks)
-    for name, tensor in parameters.items():
-        if name.endswith(PLACED_BUFFER):
-            # Megatron's bf16 wrapper rounds it with the rest, and widens it again only in the first forward pass
-            tensor.data = tensor.data.float()
+    keep_buffers_wide(parameters)
     family, config = where.family, where.config
     with HfCheckpoint(checkpoint) as tensors:
         check_keys(tensors, where.logical_tensors(), family.aliases(config), family.unused_tensors(config))

@@ -124,7 +124,7 @@ def assert_is(engine: RunningEngine, checkpoint: Path, version: int) -> None:
     assert set(result.versions) == {version}
 
 
-@pytest.mark.parametrize("transport", ["ipc", "broadcast", "disk"])
+@pytest.mark.parametrize("transport", ["ipc", "broadcast", "disk", "delta"])
 def test_w2_engines_that_join_late_or_fail_are_served_only_after_a_whole_rewrite(
     two: list[RunningEngine], role: RolloutRole, transport: str, tmp_path: Path
 ) -> None:

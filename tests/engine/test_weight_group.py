@@ -14,7 +14,7 @@ from slimerl.engine.inside.weight_group import (
     GroupAddress,
     GroupBroken,
     WeightGroup,
-    _failures_raise,
+    failures_raise,
     is_this_machine,
     own_address_towards,
 )
@@ -105,7 +105,7 @@ def test_this_machine_is_told_from_others() -> None:
 
 def test_nccl_is_made_so_that_a_timeout_raises_and_nothing_of_it_stays_in_the_environment() -> None:
     before = dict(os.environ)
-    with _failures_raise():
+    with failures_raise():
         assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert dict(os.environ) == before

@@ -2,13 +2,15 @@
 
 import json
 import os
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from tiny_models import make_tiny_model
+
+from slimerl.spec import load_spec
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -24,6 +26,8 @@ show) IFS=,; printf '%s\n' $3 ;;
 requeue) echo "$2" >>"$REQUEUED" ;;
 esac
 """
+SCANCEL = r"""#!/bin/bash
+"""
 SBATCH = r"""#!/bin/bash
 printf '%s\n' "$@"
 """
@@ -31,9 +35,9 @@ printf '%s\n' "$@"
 
 @pytest.fixture
 def stand_ins(tmp_path, monkeypatch):
-    """`srun`, `scontrol` and `sbatch` in front of the path."""
+    """SLURM's commands, in front of the path."""
     (tmp_path / "bin").mkdir()
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "sbatch": SBATCH}.items():
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "sbatch": SBATCH}.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -49,13 +53,11 @@ def bash(*arguments: object, **environment: str) -> subprocess.CompletedProcess[
 
 
 def test_shellcheck_has_nothing_to_say():
-    checker = shutil.which("shellcheck")
-    if checker is None:
-        pytest.skip("shellcheck is not installed")
-    scripts = [*LAUNCH.rglob("*.sh"), *LAUNCH.rglob("*.sbatch")]
+    scripts = [*LAUNCH.glob("*.sh"), *(LAUNCH / "slurm").iterdir(), ROOT / ".ci/run"]
+    assert {script.name for script in scripts} >= {"quickstart.sh", "test.sh", "submit.sh", "run.sbatch", "run"}
+    checker = Path(sys.executable).with_name("shellcheck")
     done = subprocess.run([checker, *scripts], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout
-    assert len(scripts) >= 5
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_engines_of_their_own_are_a_second_component_of_the_job(stand_ins):
@@ -66,7 +68,33 @@ def test_engines_of_their_own_are_a_second_component_of_the_job(stand_ins):
     first, second = lines[: lines.index(":")], lines[lines.index(":") + 1 :]
     assert {"--nodes=32", "--gpus-per-node=8", "-p", "gpu"} <= set(first)
     assert {"--nodes=64", "--gpus-per-node=8", "-p", "gpu"} <= set(second)
-    assert second[-3:] == [str(ROOT), "configs/deepseek_v3_671b.yaml", f"output_dir={run_dir}"]
+    assert second[-2:] == [str(ROOT), str(run_dir / "spec.yaml")]
+    assert load_spec(run_dir / "spec.yaml").engine_nodes == 64
+
+
+def test_what_is_submitted_is_frozen_and_a_run_that_was_is_replaced_when_told_so(stand_ins):
+    run_dir = stand_ins / "run"
+    submit = [LAUNCH / "slurm/submit.sh", "configs/deepseek_v3_671b.yaml", f"output_dir={run_dir}"]
+    assert bash(*submit).returncode == 0
+    assert bash(*submit, "training.steps=7").returncode == 0, "nothing has begun yet"
+    assert load_spec(run_dir / "spec.yaml").training.steps == 7
+    (run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
+    refused = bash(*submit, "training.steps=8")
+    assert refused.returncode == 2
+    assert "holds the record of an earlier run" in refused.stderr
+    assert bash(*submit, "training.steps=9", "--fresh").returncode == 0
+    assert not (run_dir / "metrics.jsonl").exists()
+    assert load_spec(run_dir / "spec.yaml").training.steps == 9
+
+
+def test_roles_on_several_nodes_that_could_not_reach_each_other_are_not_submitted(stand_ins):
+    run_dir = stand_ins / "run"
+    wrong = ["cluster.network=loopback", "sync.transport=ipc"]
+    done = bash(LAUNCH / "slurm/submit.sh", "configs/deepseek_v3_671b.yaml", f"output_dir={run_dir}", *wrong)
+    assert done.returncode == 2
+    assert "cluster.network = loopback: the roles of 768 GPUs on nodes of 8 could not reach each other" in done.stderr
+    assert "sync.transport = ipc reaches the engines of one machine" in done.stderr
+    assert not run_dir.exists()
 
 
 def test_engines_that_share_the_trainers_gpus_are_in_a_plain_job(stand_ins):
@@ -111,12 +139,16 @@ def test_a_job_that_is_asked_to_stop_is_queued_again_and_finishes_then(stand_ins
     asked = stand_ins / "asked.sbatch"
     script = (LAUNCH / "slurm/run.sbatch").read_text()
     asked.write_text(script.replace("while true; do", "kill -USR1 $$\nwhile true; do", 1))
-    done = bash(asked, ROOT, spec, **job)
+    prepared = subprocess.run(
+        [sys.executable, "-m", "slimerl.cli", "prepare", spec], capture_output=True, text=True, timeout=60, check=True
+    )
+    frozen = prepared.stdout.strip()
+    done = bash(asked, ROOT, frozen, **job)
     log = (stand_ins / "run/logs/trainer.log").read_text()
     assert done.returncode == 0, done.stderr + log
     assert (stand_ins / "requeued").read_text() == "17\n"
     assert [path.name for path in (stand_ins / "run/checkpoints").iterdir()] == ["step-1"]
-    done = bash(LAUNCH / "slurm/run.sbatch", ROOT, spec, **job, SLURM_RESTART_COUNT="1")
+    done = bash(LAUNCH / "slurm/run.sbatch", ROOT, frozen, **job, SLURM_RESTART_COUNT="1")
     assert done.returncode == 0, done.stderr + (stand_ins / "run/logs/trainer.log").read_text()
     assert (stand_ins / "requeued").read_text() == "17\n"
     assert (stand_ins / "run/model/config.json").exists()

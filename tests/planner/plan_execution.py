@@ -1,19 +1,25 @@
-"""Runs a plan byte by byte on arrays, and says from the families' placements what must come out.
+"""Runs a plan byte by byte on a trainer's parameters, and says from the families' placements what must come out.
 
-The families spell out every rank and every parameter; the planner never does. So the two accounts are independent but
-for the tables themselves.
+The account to compare with knows nothing of the planner: gather the trainer's parameters to whole tensors by the
+placements of every rank, quantise whole matrices, scatter to every engine rank by its placements. The families spell
+out every rank and every parameter; the planner never does.
 """
 
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from slimerl.resharding.assemble import collect, scatter
+from slimerl.resharding.coverage import owned_placements
 from slimerl.resharding.families import family_of
-from slimerl.resharding.families.scales import scale_name
-from slimerl.resharding.planner import Plan, Share, engine_share, trainer_share
+from slimerl.resharding.families.family import Form
+from slimerl.resharding.planner import Plan, Share, SyncShape, engine_share, trainer_share
+from slimerl.resharding.quantise import FP8, on_the_wire, quantise_parameter
 from slimerl.resharding.tensors import Placement
 
+State = dict[str, torch.Tensor]
 Bytes = np.ndarray
 """uint8, the last dimension counts the bytes of an element."""
 
@@ -26,37 +32,125 @@ class Written:
     times: dict[str, np.ndarray]
 
 
-def random_model(plan: Plan, seed: int) -> dict[str, Bytes]:
-    """Every logical tensor as the engine stores it, all bytes random."""
-    shape, rng = plan.shape, np.random.default_rng(seed)
-    tensors = family_of(shape.config).logical_tensors(shape.config, shape.dtype, shape.form)
-    return {t.name: rng.integers(0, 256, (*t.shape, t.dtype.itemsize), dtype=np.uint8) for t in tensors}
+class Trainer:
+    """The trainer's ranks: every parameter random, replicas alike, padding full of what belongs nowhere."""
+
+    def __init__(self, shape: SyncShape, seed: int) -> None:
+        self.shape, family = shape, family_of(shape.config)
+        form = Form(prediction=shape.form.prediction)
+        tensors = family.checkpoint_tensors(shape.config, shape.dtype, form)
+        generator = torch.Generator().manual_seed(seed)
+        state = {t.name: torch.randn(t.shape, generator=generator).to(t.dtype) for t in tensors}
+        self.tensors = {t.name: t for t in tensors}
+        self.wire = {t.name: t for t in family.logical_tensors(shape.config, shape.dtype, shape.form)}
+        self.placements = [
+            family.megatron_placements(shape.config, shape.train, rank, form) for rank in range(shape.train.world_size)
+        ]
+        self.parameters = [_filled(placements, state) for placements in self.placements]
+        self._ready: dict[tuple[Placement, ...], tuple[Bytes, Bytes | None]] = {}
+
+    def gathered(self) -> dict[str, Bytes]:
+        """Whole tensors as they travel, by the placements alone."""
+        whole = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in self.tensors.items()}
+        owned = owned_placements(self.placements, self.tensors.values())
+        for placements, parameters in zip(owned, self.parameters, strict=True):
+            collect(placements, parameters, whole)
+        scales = self.shape.form.scales
+        sent = whole if scales is None else dict(on_the_wire(whole.items(), self.wire, scales))
+        return {name: as_bytes(sent[name].to(t.dtype)) for name, t in self.wire.items()}
+
+    def ready(self, rank: int) -> tuple[dict[str, Bytes], dict[str, Bytes]]:
+        """A rank's parameters as they travel, and the scales of those that are quantised; data-parallel replicas, whose
+        pieces are the same, are computed once."""
+        by_parameter: dict[str, list[Placement]] = {}
+        for placement in self.placements[rank]:
+            by_parameter.setdefault(placement.parameter, []).append(placement)
+        values, scales = {}, {}
+        for name, placements in by_parameter.items():
+            key = tuple(placements)
+            if key not in self._ready:
+                self._ready[key] = self._converted(self.parameters[rank][name], placements)
+            values[name], made = self._ready[key]
+            if made is not None:
+                scales[name] = made
+        return values, scales
+
+    def _converted(self, parameter: torch.Tensor, placements: Sequence[Placement]) -> tuple[Bytes, Bytes | None]:
+        dtypes = {self.wire[place.tensor].dtype for place in placements if not place.is_padding}
+        assert len(dtypes) <= 1, "one parameter becomes tensors of several dtypes"
+        dtype = next(iter(dtypes), parameter.dtype)
+        if dtype != FP8:
+            return as_bytes(parameter.to(dtype)), None
+        assert self.shape.form.scales is not None
+        shapes = {place.tensor: self.tensors[place.tensor].shape for place in placements}
+        made = quantise_parameter(parameter, placements, shapes, self.shape.form.scales)
+        return as_bytes(made.data), as_bytes(made.scales)
 
 
-def run(plan: Plan, model: dict[str, Bytes]) -> list[list[Written]]:
-    """Carry out all operations in order; returns [replica][rank] for the living replicas, None-free."""
-    topology = plan.topology
-    parcels = _packed_by_trainers(plan, model)
-    held: dict[tuple[int, int], Bytes] = {}
-    for sender, receiver, parcel in zip(
-        plan.operations.sender.tolist(), plan.operations.receiver.tolist(), plan.operations.parcel.tolist(), strict=True
-    ):
-        if sender < topology.trainer_ranks:
+def as_bytes(tensor: torch.Tensor) -> Bytes:
+    return tensor.contiguous().unsqueeze(-1).view(torch.uint8).numpy()
+
+
+def run(plan: Plan, trainer: Trainer) -> list[list[Written]]:
+    """Carry out all operations in order; [replica][rank] of the living replicas."""
+    return store(plan, relay(plan, packed(plan, trainer), {}))
+
+
+def packed(plan: Plan, trainer: Trainer) -> list[Bytes]:
+    """Each parcel, as its trainer makes it."""
+    parcels = [np.zeros(int(n), dtype=np.uint8) for n in plan.parcels.nbytes]
+    filled = [np.zeros(int(n), dtype=np.int64) for n in plan.parcels.nbytes]
+    for rank in range(plan.topology.trainer_ranks):
+        share = trainer_share(plan, rank)
+        assert sorted(set(share.segments.parcel.tolist())) == np.flatnonzero(plan.parcels.root == rank).tolist()
+        values, scales = trainer.ready(rank)
+        for parcel, begin, box in _boxes(share):
+            source = scales if share.scales[box[0]] else values
+            data = _region(source[share.names[box[0]]], box).tobytes()
+            parcels[parcel][begin : begin + len(data)] = np.frombuffer(data, dtype=np.uint8)
+            filled[parcel][begin : begin + len(data)] += 1
+    assert all((times == 1).all() for times in filled), "a parcel's bytes are not packed exactly once"
+    return parcels
+
+
+Held = dict[tuple[int, int], Bytes]
+"""(NIC, parcel) -> what the NIC took in."""
+
+
+def relay(plan: Plan, parcels: list[Bytes], held: Held, operations: int | None = None) -> Held:
+    """The first `operations` of the plan (all: None), begun with what NICs hold already; counts the bytes on the wire
+    of every NIC against the plan's."""
+    held = dict(held)
+    sent, received = np.zeros((2, plan.topology.nics), dtype=np.int64)
+    rows = zip(*(column[:operations].tolist() for column in plan.operations[:3]), strict=True)
+    for sender, receiver, parcel in rows:
+        if sender < plan.topology.trainer_ranks:
             assert plan.parcels.root[parcel] == sender
-            data = parcels[parcel]
-        else:
-            data = held[sender, parcel]
-        assert (receiver, parcel) not in held, "a node got a parcel twice"
+        data = parcels[parcel] if sender < plan.topology.trainer_ranks else held[sender, parcel]
+        assert (receiver, parcel) not in held, "a NIC got a parcel twice"
         held[receiver, parcel] = data
-    node_of = {int(nic): tuple(at) for at, nic in np.ndenumerate(plan.nodes.nic) if nic >= 0}
-    at_node: dict[tuple[tuple[int, ...], int], Bytes] = {}
+        sent[sender] += len(data)
+        received[receiver] += len(data)
+    if operations is None:
+        assert (sent == plan.nic_bytes[0]).all()
+        assert (received == plan.nic_bytes[1]).all()
+    return held
+
+
+def store(plan: Plan, held: Held) -> list[list[Written]]:
+    """What every rank of every living replica makes of the parcels in its node."""
+    node_of = plan.nodes.number_of(plan.topology.nics)
+    at_node: dict[tuple[int, int], Bytes] = {}
     for (nic, parcel), data in held.items():
-        node = node_of[nic][:2]
-        assert (node, parcel) not in at_node, "a parcel entered a node by two NICs"
-        at_node[node, parcel] = data
+        if node_of[nic] >= 0:
+            assert (int(node_of[nic]), parcel) not in at_node, "a parcel entered a node by two NICs"
+            at_node[int(node_of[nic]), parcel] = data
+    topology = plan.topology
     written = []
     for replica in sorted(set(range(topology.replicas)) - topology.dead):
-        written.append([_stored(plan, replica, rank, at_node, node_of) for rank in range(topology.engine_ranks)])
+        first = topology.trainer_ranks + replica * topology.engine_ranks
+        nodes = [int(node_of[first + rank]) for rank in range(topology.engine_ranks)]
+        written.append([_stored(plan, replica, rank, nodes[rank], at_node) for rank in range(topology.engine_ranks)])
     return written
 
 
@@ -66,35 +160,37 @@ def check(plan: Plan, model: dict[str, Bytes], written: list[list[Written]]) -> 
     family = family_of(shape.config)
     for rank in range(plan.topology.engine_ranks):
         placements = family.engine_placements(shape.config, shape.engine, rank, shape.form)
-        expected = _filled(placements, model)
-        times = _filled(placements, {name: np.ones(value.shape[:-1]) for name, value in model.items()}, bytes_=False)
+        expected = _scattered(placements, model)
+        times = _scattered(placements, {name: np.ones(value.shape[:-1]) for name, value in model.items()}, False)
         for replica in written:
             got = replica[rank]
+            assert got.times.keys() == expected.keys()
             for name, values in expected.items():
-                counted = got.times.get(name)
-                assert counted is not None, f"{name} was never written"
-                counted = _like(counted, times[name])
+                counted = got.times[name].reshape(times[name].shape)
                 assert (counted == times[name]).all(), f"{name}: elements written {np.unique(counted)} times"
-                assert (_like(got.values[name], values)[times[name] > 0] == values[times[name] > 0]).all(), name
-            assert not got.times.keys() - expected.keys()
+                assert (got.values[name].reshape(values.shape)[counted > 0] == values[counted > 0]).all(), name
 
 
-def _packed_by_trainers(plan: Plan, model: dict[str, Bytes]) -> list[Bytes]:
-    shape = plan.shape
-    family, packed = family_of(shape.config), [np.zeros(int(n), dtype=np.uint8) for n in plan.parcels.nbytes]
-    filled = [np.zeros(int(n), dtype=np.int64) for n in plan.parcels.nbytes]
-    for rank in range(plan.topology.trainer_ranks):
-        placements = family.megatron_placements(shape.config, shape.train, rank, shape.form)
-        parameters, scales = _filled(placements, model), _scales(plan, placements, model)
-        share = trainer_share(plan, rank)
-        assert sorted(set(share.segments.parcel.tolist())) == np.flatnonzero(plan.parcels.root == rank).tolist()
-        for parcel, begin, box in _boxes(share):
-            name, is_scale = share.names[box[0]], share.scales[box[0]]
-            data = _region(scales[name] if is_scale else parameters[name], box).tobytes()
-            packed[parcel][begin : begin + len(data)] = np.frombuffer(data, dtype=np.uint8)
-            filled[parcel][begin : begin + len(data)] += 1
-    assert all((times == 1).all() for times in filled), "a parcel's bytes are not packed exactly once"
-    return packed
+def _filled(placements: Sequence[Placement], state: State) -> State:
+    shapes, dtypes = _shapes(placements), {}
+    for placement in placements:
+        if not placement.is_padding:
+            dtypes[placement.parameter] = state[placement.tensor].dtype
+    some = next(iter(dtypes.values()), torch.bfloat16)
+    parameters = {name: torch.zeros(shape, dtype=dtypes.get(name, some)) for name, shape in shapes.items()}
+    scatter(placements, state, parameters)
+    for placement in placements:
+        if placement.is_padding:
+            placement.view_of(parameters[placement.parameter]).fill_(float("nan"))
+    return parameters
+
+
+def _shapes(placements: Sequence[Placement]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for placement in placements:
+        seen = shapes.get(placement.parameter, placement.at.stops)
+        shapes[placement.parameter] = tuple(map(max, seen, placement.at.stops))
+    return shapes
 
 
 def _boxes(share: Share) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -111,54 +207,23 @@ def _region(parameter: np.ndarray, box: tuple[int, ...]) -> np.ndarray:
     return inside[row : row + rows, column : column + columns]
 
 
-def _filled(placements: list[Placement], model: dict[str, np.ndarray], bytes_: bool = True) -> dict[str, np.ndarray]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    itemsize: dict[str, int] = {}
+def _scattered(placements: Sequence[Placement], model: dict[str, np.ndarray], bytes_: bool = True) -> dict[str, Bytes]:
+    shapes, made = _shapes(placements), {}
     for placement in placements:
-        name = placement.parameter
-        shapes[name] = tuple(map(max, shapes.get(name, placement.at.stops), placement.at.stops))
-        if not placement.is_padding:
-            itemsize[name] = model[placement.tensor].shape[-1]
-    made = {}
-    for name in itemsize:
-        shape = shapes[name]
-        made[name] = np.zeros((*shape, itemsize[name]), np.uint8) if bytes_ else np.zeros(shape, np.int64)
-    for placement in placements:
-        if not placement.is_padding:
-            part = model[placement.tensor][placement.box.slices]
-            made[placement.parameter][placement.at.slices] = part.reshape(
-                made[placement.parameter][placement.at.slices].shape
-            )
+        if placement.is_padding:
+            continue
+        name, part = placement.parameter, model[placement.tensor][placement.box.slices]
+        if name not in made:
+            size = (*shapes[name], model[placement.tensor].shape[-1]) if bytes_ else shapes[name]
+            made[name] = np.zeros(size, np.uint8 if bytes_ else np.int64)
+        target = made[name][placement.at.slices]
+        target += part.reshape(target.shape).astype(target.dtype)
     return made
 
 
-def _scales(plan: Plan, placements: list[Placement], model: dict[str, Bytes]) -> dict[str, Bytes]:
-    """What a quantiser makes of each parameter: the scales of its pieces, one piece's below the other's."""
-    if plan.shape.form.scales is None:
-        return {}
-    blocks, pieces = plan.shape.form.scales.blocks, defaultdict(list)
-    for placement in placements:
-        scale = model.get(scale_name(placement.tensor))
-        if scale is not None:
-            box = tuple(slice(blocks(s.start), blocks(s.stop)) for s in placement.box.slices)
-            pieces[placement.parameter].append(scale[box])
-    return {name: np.concatenate(parts) for name, parts in pieces.items()}
-
-
-def _stored(
-    plan: Plan,
-    replica: int,
-    rank: int,
-    at_node: dict[tuple[tuple[int, ...], int], Bytes],
-    node_of: dict[int, tuple[int, ...]],
-) -> Written:
-    topology, shape = plan.topology, plan.shape
-    nic = topology.trainer_ranks + replica * topology.engine_ranks + rank
-    share = engine_share(plan, replica, rank)
-    placements = family_of(shape.config).engine_placements(shape.config, shape.engine, rank, shape.form)
-    sizes = {placement.parameter: placement.at.stops for placement in placements}
-    for placement in placements:
-        sizes[placement.parameter] = tuple(map(max, sizes[placement.parameter], placement.at.stops))
+def _stored(plan: Plan, replica: int, rank: int, node: int, at_node: dict[tuple[int, int], Bytes]) -> Written:
+    shape, share = plan.shape, engine_share(plan, replica, rank)
+    sizes = _shapes(family_of(shape.config).engine_placements(shape.config, shape.engine, rank, shape.form))
     values: dict[str, Bytes] = {}
     times: dict[str, np.ndarray] = {}
     for parcel, begin, box in _boxes(share):
@@ -166,12 +231,7 @@ def _stored(
         if name not in values:
             values[name] = np.zeros((*sizes[name], itemsize), np.uint8)
             times[name] = np.zeros(sizes[name], np.int64)
-        data = at_node[node_of[nic][:2], parcel]
         target = _region(values[name], box)
-        target[...] = data[begin : begin + target.size].reshape(target.shape)
+        target[...] = at_node[node, parcel][begin : begin + target.size].reshape(target.shape)
         _region(times[name], box)[...] += 1
     return Written(values, times)
-
-
-def _like(array: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return array.reshape(other.shape)

@@ -10,8 +10,8 @@ from slimerl.resharding.coverage import CoverageError
 from slimerl.resharding.families import family_of
 from slimerl.resharding.families.table import Table
 from slimerl.resharding.layouts import EngineLayout, MegatronLayout
-from slimerl.resharding.planner import SyncShape, Topology, make, make_plan, without
-from slimerl.resharding.planner.cover import check_cover
+from slimerl.resharding.planner import SyncShape, Topology, make, make_plan, resume, without
+from slimerl.resharding.planner.cover import check_cover, check_routes
 from slimerl.resharding.planner.rings import schedule
 from slimerl.resharding.planner.templates import signatures
 
@@ -119,6 +119,34 @@ def test_passing_on_what_has_not_arrived_is_found(plan):
     early = changed(operations.round, int(operations.after[relayed]), int(operations.round[relayed]))
     with pytest.raises(CoverageError, match="has not got by then"):
         check_cover(replace(plan, operations=operations._replace(round=early)))
+
+
+@pytest.fixture(scope="module")
+def resumed(plan):
+    """The plan without an engine, at half time, and what NICs hold then."""
+    done = np.arange(len(plan.operations.sender) // 2)
+    parcel, nic = plan.operations.parcel[done].astype(np.int64), plan.operations.receiver[done].astype(np.int64)
+    return resume(plan, [1], parcel, nic), parcel, nic
+
+
+def test_what_is_held_is_not_sent_again_and_what_is_not_is_sent(resumed):
+    rest, parcel, nic = resumed
+    check_routes(rest, parcel, nic)
+    alive = rest.nodes.number_of(rest.topology.nics)[nic] >= 0
+    with pytest.raises(CoverageError, match="exactly once"):
+        check_routes(rest, parcel[alive][1:], nic[alive][1:])
+    shorter = type(rest.operations)(*(column[:-1] for column in rest.operations))
+    with pytest.raises(CoverageError, match="exactly once"):
+        check_routes(replace(rest, operations=shorter), parcel, nic)
+
+
+def test_a_nic_that_starts_with_a_parcel_that_it_does_not_hold_is_found(resumed):
+    rest, parcel, nic = resumed
+    at_hand = np.flatnonzero((rest.operations.after < 0) & (rest.operations.sender >= rest.topology.trainer_ranks))
+    assert len(at_hand)
+    trainer = changed(rest.operations.sender, at_hand[0], 1 - rest.parcels.root[rest.operations.parcel[at_hand[0]]])
+    with pytest.raises(CoverageError, match="another rank than its sender"):
+        check_routes(replace(rest, operations=rest.operations._replace(sender=trainer)), parcel, nic)
 
 
 def test_a_weight_that_the_table_places_on_one_side_only_is_named():

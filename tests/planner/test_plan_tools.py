@@ -5,10 +5,11 @@ import json
 import plan_sync
 import pytest
 import typer
-from layout_matrix import MATRIX, shape_of
+from layout_matrix import MATRIX, model_config, shape_of
 from planner_models import MOE
 from typer.testing import CliRunner
 
+from slimerl.resharding.families import FAMILIES
 from slimerl.resharding.layouts import EngineLayout, MegatronLayout
 
 
@@ -48,9 +49,17 @@ def test_sizes_are_read_as_the_layouts_want_them():
 def test_the_matrix_has_as_many_layouts_of_each_kind_as_the_goals_ask_for():
     assert len(MATRIX) >= 30
     assert len({case.name for case in MATRIX}) == len(MATRIX)
-    assert {case.model for case in MATRIX} >= {"deepseek_v3_671b", "kimi_k2_1t", "glm45_355b", "qwen3_8b"}
+    assert {model_config(case.model)["model_type"] for case in MATRIX} == FAMILIES.keys()
     assert sum(case.name.startswith("t: ") for case in MATRIX) >= 8
     sizes = {
         (shape.train.world_size, shape.engine.world_size * shape.topology.replicas) for shape in map(shape_of, MATRIX)
     }
     assert {(256, 512), (128, 512), (512, 128)} <= sizes
+    assert any(case.train.stage_layers for case in MATRIX), "uneven pipelines"
+    assert any(case.train.expert_tensor_size not in (1, case.train.tensor) for case in MATRIX), "ETP that is not TP"
+    assert any(case.engine.expert > 8 for case in MATRIX), "experts over several nodes"
+    assert any(case.engine.pipeline > 1 for case in MATRIX), "engines that are pipelines"
+    by_heads = [(case.engine, model_config(case.model)["num_key_value_heads"]) for case in MATRIX]
+    assert any(heads < engine.tensor // engine.data_attention for engine, heads in by_heads), (
+        "fewer KV heads than ranks"
+    )

@@ -88,6 +88,34 @@ def test_engine_ranks_share_attention_and_experts_as_sglang_does():
     assert layout.part(5, Axis.NONE) == (0, 1)
 
 
+def test_an_engines_stages_hold_layers_in_order_and_the_last_ones_those_that_are_left_over():
+    layout = EngineLayout(tensor=2, pipeline=3)
+    held = [[each.layer for each in layout.layers(rank, 8)] for rank in range(6)]
+    assert held == [[0, 1], [0, 1], [2, 3, 4], [2, 3, 4], [5, 6, 7], [5, 6, 7]]
+    assert [layout.first_prefix(rank) for rank in range(6)] == ["", "", None, None, None, None]
+    assert [layout.last_prefix(rank) for rank in range(6)] == [None, None, None, None, "", ""]
+    assert [layout.part(rank, Axis.DENSE) for rank in (0, 3, 4)] == [(0, 2), (1, 2), (0, 2)]
+
+
+def test_groups_that_share_a_sequence_hold_the_same_attention_and_groups_of_their_own_all_experts():
+    layout = EngineLayout(tensor=8, expert=2, data_attention=2, context_attention=2, data_expert=2)
+    assert [layout.part(rank, Axis.ATTENTION) for rank in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert [layout.part(rank, Axis.EXPERT) for rank in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    firsts = [layout.expert_slots(rank, 8, ExpertLocation.FIXED, 0)[0] for rank in range(8)]
+    assert firsts == [0, 0, 4, 4, 0, 0, 4, 4]
+
+
+def test_an_engine_without_dp_attention_cuts_the_embedding_over_all_its_gpus():
+    assert EngineLayout(tensor=4, context_attention=2).part(3, Axis.EMBEDDING) == (3, 4)
+    assert EngineLayout(tensor=8, data_attention=2, context_attention=2).part(3, Axis.EMBEDDING) == (1, 2)
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 2, "data_expert": 4}, {"data_attention": 2, "context_attention": 4}])
+def test_groups_that_an_engines_gpus_do_not_divide_into_are_refused(sizes):
+    with pytest.raises(LayoutError, match="engine tensor over"):
+        EngineLayout(tensor=4, **sizes)
+
+
 @pytest.mark.parametrize(
     ("changes", "axis", "parts"),
     [

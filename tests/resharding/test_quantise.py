@@ -295,8 +295,8 @@ def test_heads_that_share_a_block_are_quantised_together():
 @pytest.mark.parametrize(
     ("box", "message"),
     [
-        (Box((0, 0), (6, 8)), r"up\.weight: this rank holds rows 0 to 6 of 12 \(in fc1\), which cuts a block of 4"),
-        (Box((0, 2), (12, 8)), r"up\.weight: this rank holds columns 2 to 8 of 8 \(in fc1\)"),
+        (Box((0, 0), (6, 8)), r"up\.weight: this rank \(fc1\) holds rows 0 to 6 of 12, which cuts a block of 4"),
+        (Box((0, 2), (12, 8)), r"up\.weight: this rank \(fc1\) holds columns 2 to 8 of 8, which cuts a block of 4"),
     ],
 )
 def test_a_part_that_ends_inside_a_block_is_refused_by_name(box, message):

@@ -2,6 +2,7 @@
 
     model     config.json, the trainer's and the engines' layout, the checkpoint's tensors
     data      tokenizer, vocabulary, every row of every data file
+    reward    what judges responses: sandbox, functions, rubrics, tests of the data
     disk      directories that can be written, and hold what the run writes
     machine   versions, GPUs, port, memory
 
@@ -14,6 +15,7 @@ from slimerl.conductor.preflight.data import data_faults
 from slimerl.conductor.preflight.disk import disk_faults
 from slimerl.conductor.preflight.machine import machine_faults, version_faults
 from slimerl.conductor.preflight.model import model_faults
+from slimerl.conductor.preflight.reward import reward_faults
 from slimerl.spec import RunSpec
 from slimerl.training.capabilities import detect
 from slimerl.training.needs import unsupplied
@@ -31,6 +33,7 @@ def preflight(spec: RunSpec) -> list[str]:
     config, of_model = model_faults(spec, capabilities)
     faults += of_model
     faults += data_faults(spec, config)
+    faults += reward_faults(spec)
     faults += disk_faults(spec, None if of_model else config)
     faults += machine_faults(spec, None if of_model else config, capabilities)
     return faults

@@ -13,6 +13,7 @@ import torch
 
 from slimerl.conductor.estimate import RunEstimate, estimate
 from slimerl.conductor.preflight.disk import free_bytes
+from slimerl.conductor.reach import lasting_faults
 from slimerl.conductor.versions import ENGINE_PINS, TRAINER_PINS, version_fault
 from slimerl.spec import RunSpec
 from slimerl.training.capabilities import Capabilities
@@ -35,10 +36,12 @@ def machine_faults(spec: RunSpec, config: Mapping[str, Any] | None, capabilities
     yield from _port_faults(spec)
     if capabilities.cuda:
         yield from gpu_faults(spec, torch.cuda.device_count())
+        yield from lasting_faults(spec)
     if config is not None:
         needed = estimate(spec, config, capabilities, engine_config(spec, config))
         if capabilities.cuda:
             yield from gpu_memory_faults(needed, min(_gpu_memory_bytes()), spec.is_colocated)
+            yield from sent_state_faults(needed, available_memory_bytes())
         else:
             yield from memory_faults(spec, needed, available_memory_bytes())
         yield from _shared_memory_faults(needed)
@@ -143,6 +146,15 @@ def _parts(needed: RunEstimate) -> str:
     if trainer.reference:
         parts["reference model"] = trainer.reference
     return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+
+
+def sent_state_faults(needed: RunEstimate, available: int) -> Iterator[str]:
+    """With CUDA the host has to hold little else. `available`: bytes of host memory."""
+    if needed.sent_state > available:
+        yield (
+            f"sync.transport = delta keeps {needed.sent_state / GIB:.1f} GiB in host memory, {available / GIB:.1f} GiB "
+            "are available; lower sync.bucket_mib, or set sync.transport to broadcast"
+        )
 
 
 def available_memory_bytes() -> int:

@@ -16,6 +16,7 @@ from slimerl.resharding.layouts import LayoutError
 from slimerl.spec import RunSpec
 from slimerl.spec.schema import ParallelSpec
 from slimerl.training.capabilities import Capabilities
+from slimerl.training.checkpoint import directory
 from slimerl.training.engine_layout import differences, engine_config, engine_form, engine_layout
 from slimerl.training.model_config import UnsupportedModel, check_divisible, model_arguments, read_config
 from slimerl.training.trainer_layout import trainer_layout
@@ -39,6 +40,7 @@ def model_faults(spec: RunSpec, capabilities: Capabilities) -> tuple[Config | No
     faults = [
         *(size_faults(spec, config) or _caught(lambda: _check_placements(spec, config, capabilities))),
         *_checkpoint_faults("model.path", spec.model.path, config),
+        *_distributed_faults(spec.model.megatron_path, config),
     ]
     if spec.uses_engines:
         sizes = list(engine_size_faults(spec, config, capabilities.cuda))[:1]
@@ -257,6 +259,20 @@ def _contradicting_arguments(spec: RunSpec) -> Iterator[str]:
         meant = [key for flag, key in ENGINE_ARGUMENTS.items() if len(name) > len("--") and flag.startswith(name)]
         if meant:
             yield f"engine.extra_args: {name} would contradict {meant[0]}; remove it and set {meant[0]} instead"
+
+
+def _distributed_faults(path: Path | None, config: Config) -> Iterator[str]:
+    """It is complete, and of the same model; its content is verified by the trainer."""
+    if path is None:
+        return
+    told = path / directory.COMPANIONS
+    if not (path / directory.MANIFEST).is_file():
+        yield (
+            f"model.megatron_path: {path} is no complete distributed checkpoint (it has no {directory.MANIFEST}); "
+            "convert model.path with tools/convert_checkpoint.py, or name a checkpoints/step-N of a run"
+        )
+    elif told.is_dir() and (differing := differences(config, read_config(told))):
+        yield f"model.megatron_path: {path} is another model than model.path: they differ in {', '.join(differing)}"
 
 
 def _checkpoint_faults(key: str, path: Path, config: Config, form: Form = PLAIN) -> Iterator[str]:

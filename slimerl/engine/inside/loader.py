@@ -8,20 +8,26 @@ Messages (`op`):
 - `describe`: name, shape, dtype and stride of every parameter, for checks before the first byte is written.
 - `join`, `leave`: this rank becomes a member of the sender's process group, or ends that.
 - `load`: the tensors of one bucket, from wherever (`sources.py`), go through the model's own `load_weights`.
+- `patch`: changes to the weights that lie here, or whole boxes of them, straight into the parameters (`patch.py`).
+- `open_shards`, `commit_shards`: a resident receiver (`receiver.py`) starts; what it has taken in is written into the
+  live parameters, where that has not been done, and verified.
 - `verify`: derived weights are rebuilt, padding is checked to be zero, and what now lies in the live parameters is
   digested: one number for what the rank holds of each tensor.
 """
 
 import json
 import logging
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from slimerl.engine.inside import patch
 from slimerl.engine.inside.cuda_bucket import gpu_uuid, visible_gpus
 from slimerl.engine.inside.digest import digest
+from slimerl.engine.inside.receiver import open_receiver, the_receiver
 from slimerl.engine.inside.sources import join_group, leave_group, read_source
 from slimerl.engine.inside.store import connect_store
 from slimerl.engine.inside.watched import WriteLog
@@ -99,6 +105,7 @@ def _describe(model: torch.nn.Module, _message: Message, _rank: int) -> Report:
         },
         "gpu": _gpu(model),
         "gpus": visible_gpus(),
+        "holds": patch.held(),
     }
 
 
@@ -118,7 +125,14 @@ def _leave(_model: torch.nn.Module, _message: Message, _rank: int) -> Report:
     return {}
 
 
+def _patch(model: torch.nn.Module, message: Message, _rank: int) -> Report:
+    reply = message["reply"]
+    store = connect_store(reply["host"], reply["port"], reply["timeout_s"])
+    return patch.receive_patch(_weights(model), message, store)
+
+
 def _load(model: torch.nn.Module, message: Message, _rank: int) -> Report:
+    patch.forget()
     log = WriteLog()
 
     def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -158,7 +172,26 @@ def _verify(model: torch.nn.Module, message: Message, rank: int) -> Report:
         elif part.any():
             raise DirtyPadding(f"{placement['parameter']}: the padding at {placement['at']} is not zero")
     logger.info("slimerl: version %s: %d tensors of rank %d digested", message["version"], len(digests), rank)
+    patch.remember(message["version"], digests)
     return {"digests": digests}
+
+
+def _open_shards(model: torch.nn.Module, message: Message, rank: int) -> Report:
+    open_receiver(model, message, rank)
+    return _describe(model, message, rank)
+
+
+def _commit_shards(model: torch.nn.Module, message: Message, rank: int) -> Report:
+    patch.forget()
+    begun = time.monotonic()
+    receiver = the_receiver()
+    written = receiver.commit(message["transfer"], _weights(model))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    copied = time.monotonic()
+    report = _verify(model, {**message, "placements": receiver.placements}, rank)
+    seconds = {"copy_s": copied - begun, "digest_s": time.monotonic() - copied}
+    return {**report, **seconds, "written_bytes": written}
 
 
 def _placed(parameter: torch.Tensor, placement: Message) -> torch.Tensor:
@@ -173,6 +206,9 @@ _OPERATIONS: dict[str, Callable[[torch.nn.Module, Message, int], Report]] = {
     "join": _join,
     "leave": _leave,
     "load": _load,
+    "patch": _patch,
+    "open_shards": _open_shards,
+    "commit_shards": _commit_shards,
     "verify": _verify,
 }
 

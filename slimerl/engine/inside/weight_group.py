@@ -54,7 +54,7 @@ class WeightGroup:
             make = _nccl if address["backend"] == "nccl" else _gloo
             self._group: Any = make(PrefixStore(self.key, store), rank, address, self._timeout)
         except (OSError, RuntimeError) as error:
-            raise GroupBroken(f"not all of {address['size']} members came together: {_first_line(error)}") from None
+            raise GroupBroken(f"not all of {address['size']} members came together: {first_line(error)}") from None
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """Every member's `flat` becomes the sender's. All join, with as many bytes.
@@ -69,7 +69,7 @@ class WeightGroup:
             if flat.is_cuda:
                 torch.cuda.current_stream().synchronize()
         except RuntimeError as error:
-            raise GroupBroken(_first_line(error)) from None
+            raise GroupBroken(first_line(error)) from None
 
     def close(self) -> None:
         """Members that still wait notice at once."""
@@ -111,12 +111,12 @@ def _nccl(store: Store, rank: int, address: GroupAddress, timeout: timedelta) ->
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    with _failures_raise():
+    with failures_raise():
         return ProcessGroupNCCL(store, rank, address["size"], options)
 
 
 @contextmanager
-def _failures_raise() -> Iterator[None]:
+def failures_raise() -> Iterator[None]:
     """A group reads these while it is made. By default its watchdog would end the process after a timeout: the
     engine would die because another one does not answer."""
     wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
@@ -132,5 +132,5 @@ def _failures_raise() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0][:300]

@@ -16,6 +16,11 @@ from slimerl.resharding.layouts import Axis
 EMBEDDING = "model.embed_tokens.weight"
 
 
+HEAD_ON_EVERY_STAGE = {"pipeline": "SGLang's model has the output layer on every stage, not on the last alone"}
+ATTENTION_OVER_CONTEXT = {"context_attention": "SGLang's model cuts attention over ranks that share a sequence, too"}
+"""What `Table.unplanned` says of several families."""
+
+
 class ConfigError(ValueError):
     """A model configuration lacks something, or asks for something that a table does not have."""
 

@@ -134,8 +134,7 @@ class Family:
         """Names that some checkpoints carry as a second copy of another tensor: a tied head, what multi-token
         prediction shares with the model."""
         table = self.table(config)
-        tied = not any(weight.name == "lm_head.weight" for weight in table.last.weights)
-        return ({"lm_head.weight": EMBEDDING} if tied else {}) | dict(table.aliases)
+        return ({"lm_head.weight": EMBEDDING} if table.tied else {}) | dict(table.aliases)
 
     def unused_tensors(self, config: Config, form: Form = PLAIN) -> set[str]:
         """Names that the model's checkpoints have, and `form` has not: the prediction layer of a program without."""
@@ -161,7 +160,9 @@ class Family:
         named_parameters(); those of a draft model start with `table.DRAFT`, and its embedding and head, which are
         the model's own tensors, are left out. Raises as `megatron_placements`.
         """
-        return Speller(layout, rank, lambda block: block.engine).placements(form.of(self.table(config)))
+        table = form.of(self.table(config))
+        table.check_engine(layout)
+        return Speller(layout, rank, lambda block: block.engine).placements(table)
 
 
 def _named(rules: Sequence[Rule], te_names: bool) -> Sequence[Rule]:

@@ -41,7 +41,7 @@ def _table(config: Mapping[str, Any]) -> Table:
     layers += (sparse(blocks.DECODER, ExpertLocation.MAPPED),) * (size.layers - dense_layers)
     draft = prediction_layer(config, size.hidden, size.layers, lambda site: sparse(site, ExpertLocation.FIXED))
     aliases = {} if draft is None else prediction_aliases(size.layers)
-    return Table(blocks.embedding(size), layers, blocks.head(size), draft, aliases)
+    return Table(blocks.embedding(size), layers, blocks.head(size), draft, aliases, blocks.HEAD_ON_EVERY_STAGE)
 
 
 GLM4_MOE = Family("glm4_moe", _table)

@@ -18,7 +18,8 @@ def _table(config: Mapping[str, Any]) -> Table:
     )
     layer = blocks.attention(size)
     layer += blocks.post_attention_norm(size, dense=True) + blocks.gated_mlp(size.hidden, size.intermediate)
-    return Table(blocks.embedding(size), (layer,) * size.layers, blocks.head(size))
+    unplanned = blocks.HEAD_ON_EVERY_STAGE | blocks.ATTENTION_OVER_CONTEXT
+    return Table(blocks.embedding(size), (layer,) * size.layers, blocks.head(size), unplanned=unplanned)
 
 
 LLAMA = Family("llama", _table)

@@ -12,7 +12,8 @@ def _table(config: Mapping[str, Any]) -> Table:
     size = blocks.read_dimensions(config)
     layer = blocks.attention(size, qkv_bias=True)
     layer += blocks.post_attention_norm(size, dense=True) + blocks.gated_mlp(size.hidden, size.intermediate)
-    return Table(blocks.embedding(size), (layer,) * size.layers, blocks.head(size))
+    layers = (layer,) * size.layers
+    return Table(blocks.embedding(size), layers, blocks.head(size), unplanned=blocks.ATTENTION_OVER_CONTEXT)
 
 
 QWEN2 = Family("qwen2", _table)

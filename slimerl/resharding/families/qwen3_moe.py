@@ -29,7 +29,8 @@ def _table(config: Mapping[str, Any]) -> Table:
     layer = blocks.attention(size, qk_norm=True) + blocks.post_attention_norm(size, dense=False)
     sizes = ExpertSizes(size.hidden, count, blocks.read_integer(config, "moe_intermediate_size"))
     layer += moe_layer(sizes, ExpertLocation.COPIED, bias=False)
-    return Table(blocks.embedding(size), (layer,) * size.layers, blocks.head(size))
+    layers = (layer,) * size.layers
+    return Table(blocks.embedding(size), layers, blocks.head(size), unplanned=blocks.HEAD_ON_EVERY_STAGE)
 
 
 QWEN3_MOE = Family("qwen3_moe", _table)

@@ -23,6 +23,10 @@ from slimerl.resharding.tensors import LogicalTensor
 _SUFFIX = "_scale_inv"
 
 
+class BlockCutError(LayoutError):
+    """A trainer's rank holds a part of an FP8 block: its scale, and with it its bytes, depend on another rank too."""
+
+
 @dataclass(frozen=True)
 class BlockScales:
     """FP8 (e4m3) in blocks of `block` x `block`, as in DeepSeek's checkpoints."""
@@ -53,6 +57,20 @@ class BlockScales:
     def blocks(self, size: int) -> int:
         """Blocks that `size` rows or columns need."""
         return -(-size // self.block)
+
+    def check_whole(self, what: str, box: Box, shape: Sequence[int]) -> None:
+        """`box`: what a trainer's rank holds in one piece of a tensor of this shape.
+
+        Raises:
+            BlockCutError: it ends inside a block.
+        """
+        for dimension, (start, stop, size) in enumerate(zip(box.starts, box.stops, shape, strict=True)):
+            if start % self.block or (stop % self.block and stop != size):
+                raise BlockCutError(
+                    f"{what} holds {('rows', 'columns')[dimension]} {start} to {stop} of {size}, which cuts a block "
+                    f"of {self.block}: no rank alone knows its FP8 scale; choose a trainer's tensor or expert_tensor "
+                    "size that leaves whole blocks, or a transport that gathers whole tensors (broadcast, ipc, disk)"
+                )
 
     def quantises(self, weight: Weight, layer: int) -> bool:
         if not weight.quantised:

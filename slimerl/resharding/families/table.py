@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from slimerl.resharding.families.cuts import Cut
-from slimerl.resharding.layouts import Axis, ExpertLocation
+from slimerl.resharding.layouts import Axis, EngineLayout, ExpertLocation, LayoutError
 
 DRAFT = "draft."
 """What stands before the parameters of an engine's draft model, to tell them from those of the model itself."""
@@ -86,3 +86,21 @@ class Table:
     """
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Second copies that checkpoints carry: name -> the tensor that it repeats."""
+    unplanned: Mapping[str, str] = field(default_factory=dict)
+    """Sizes of an `EngineLayout` that must be 1, since SGLang's model of the family cuts in a way of its own: why."""
+
+    @property
+    def tied(self) -> bool:
+        """The head is the embedding: the table has no weight of its own for it."""
+        return not any(weight.name == "lm_head.weight" for weight in self.last.weights)
+
+    def check_engine(self, layout: EngineLayout) -> None:
+        """Raises LayoutError where SGLang's model would not be cut as the rules say."""
+        of_pipelines = {
+            "the stages of a tied model each hold the embedding in their own way": self.tied,
+            "the draft model of a pipeline (multi-token prediction) stands on stages of its own": bool(self.prediction),
+        }
+        why_not = [("pipeline", why) for why, holds in of_pipelines.items() if holds] + list(self.unplanned.items())
+        for size, why in why_not:
+            if getattr(layout, size) > 1:
+                raise LayoutError(f"an engine with {size} = {getattr(layout, size)} is not planned: {why}; set it to 1")

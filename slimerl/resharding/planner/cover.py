@@ -6,7 +6,7 @@ Flows in: a plan. Flows out: nothing, or a `CoverageError`. The steps, each over
 2. The atoms of a record are all its layers and experts, once; what their demand sets give to a rank is what it holds.
 3. The fragments of an atom are all its rows, once, each sent by a rank that owns it.
 4. Each parcel reaches every node of its route exactly once, from its sender or from a node that has it by then, and
-   serves every GPU that wants one of its fragments.
+   serves every GPU that wants one of its fragments. A plan that goes on (`resume`) starts with what is held already.
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +20,10 @@ from slimerl.resharding.planner.templates import IntArray, Signatures
 from slimerl.resharding.planner.topology import Topology
 
 if TYPE_CHECKING:
-    from slimerl.resharding.planner.plan import Plan, Template
+    from slimerl.resharding.planner.plan import Plan, PlanTemplate
+
+NONE_HELD: IntArray = np.empty(0, dtype=np.int64)
+"""No NIC holds a parcel yet."""
 
 
 def check_cover(plan: "Plan") -> None:
@@ -28,10 +31,10 @@ def check_cover(plan: "Plan") -> None:
     check_template(plan.template, plan.topology)
     _check_fragments(plan)
     _check_parcels(plan)
-    _check_routes(plan)
+    check_routes(plan)
 
 
-def check_template(template: "Template", topology: Topology) -> None:
+def check_template(template: "PlanTemplate", topology: Topology) -> None:
     """Steps 1 and 2, which no node or replica enters."""
     _check_tiling(template.model, template.records, template.engine)
     _check_atoms(template)
@@ -78,7 +81,7 @@ def _check_tiling(model: Signatures, records: Records, engine: RankTable) -> Non
         )
 
 
-def _check_atoms(template: "Template") -> None:
+def _check_atoms(template: "PlanTemplate") -> None:
     """Every record has each of its units and experts in exactly one atom."""
     atoms, records, model = template.atoms, template.records, template.model
     order = np.lexsort((atoms.expert, atoms.unit, atoms.record))
@@ -99,7 +102,7 @@ def _check_atoms(template: "Template") -> None:
         )
 
 
-def _check_ranks(template: "Template", topology: Topology) -> None:
+def _check_ranks(template: "PlanTemplate", topology: Topology) -> None:
     """Each engine rank is given as many bytes as its parameters have."""
     atoms, engine = template.atoms, template.engine
     nbytes = np.bincount(atoms.demand, weights=atoms.nbytes, minlength=len(atoms.places))
@@ -158,26 +161,36 @@ def _check_parcels(plan: "Plan") -> None:
         raise CoverageError("a parcel does not go to the nodes that want its fragments")
 
 
-def _check_routes(plan: "Plan") -> None:
+def check_routes(plan: "Plan", parcel: IntArray = NONE_HELD, nic: IntArray = NONE_HELD) -> None:
+    """Step 4. `parcel`, `nic`: pairs of what NICs hold before the first operation, as `resume` takes them.
+
+    Raises:
+        CoverageError: a parcel misses a node, comes twice, or is to be sent by whom has not got it.
+    """
     operations, parcels, nodes = plan.operations, plan.parcels, plan.nodes
-    node_of = np.full(plan.topology.nics, -1, dtype=np.int64)
-    numbers = np.arange(nodes.nic.shape[0] * nodes.nic.shape[1]).reshape((*nodes.nic.shape[:2], 1))
-    present = nodes.nic >= 0
-    node_of[nodes.nic[present]] = np.broadcast_to(numbers, nodes.nic.shape)[present]
+    node_of = nodes.number_of(plan.topology.nics)
     receiver = node_of[operations.receiver]
     if (receiver < 0).any():
         raise CoverageError("an operation goes to a NIC of no living engine")
-    total = numbers.size
-    received = np.bincount(operations.parcel * np.int64(total) + receiver, minlength=len(parcels) * total)
+    got = np.bincount(operations.parcel * np.int64(nodes.count) + receiver, minlength=len(parcels) * nodes.count)
+    living = node_of[nic] >= 0
+    got[np.unique(parcel[living] * nodes.count + node_of[nic[living]])] += 1
     wanted = np.tile(parcels.nodes_of_route[parcels.route], (1, nodes.members))
-    if (received.reshape(len(parcels), total) != wanted).any():
+    if (got.reshape(len(parcels), nodes.count) != wanted).any():
         raise CoverageError("a parcel does not reach every node of its route exactly once")
     first = operations.after < 0
+    _check_injections(plan, np.flatnonzero(first), parcel[living] * plan.topology.nics + nic[living])
     before = operations.after[~first]
-    if (operations.sender[first] != parcels.root[operations.parcel[first]]).any():
-        raise CoverageError("an operation injects a parcel from another rank than its sender")
     relayed = (operations.receiver[before] == operations.sender[~first]) & (
         operations.parcel[before] == operations.parcel[~first]
     )
     if not (relayed & (operations.round[before] < operations.round[~first])).all():
         raise CoverageError("a node is to pass on a parcel that it has not got by then")
+
+
+def _check_injections(plan: "Plan", first: IntArray, held: IntArray) -> None:
+    """Who starts with a parcel is its trainer, or holds it; `held`: parcel * NICs + NIC."""
+    sender, parcel = plan.operations.sender[first], plan.operations.parcel[first]
+    holds = np.isin(parcel * np.int64(plan.topology.nics) + sender, held)
+    if not (holds | (sender == plan.parcels.root[parcel])).all():
+        raise CoverageError("an operation injects a parcel from another rank than its sender")

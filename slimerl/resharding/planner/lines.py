@@ -1,7 +1,7 @@
 """Cutting a line of row blocks into pieces: the one way in which atoms are split, over owners and into parcels.
 
-Flows in: items of rows, and byte positions on the line of all items one after another. Flows out: fragments.
-Invariant: the fragments of an item are consecutive row ranges that together are all its rows.
+Flows in: items of rows, and byte positions on the line of all items one after another. Flows out: pieces.
+Invariant: the pieces of an item are consecutive row ranges that together are all its rows.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from slimerl.resharding.planner.templates import IntArray
 
 
-class Fragments(NamedTuple):
+class Pieces(NamedTuple):
     """Rows `first` to `stop` of `item`, in bin `bin`: the number of cuts before it."""
 
     item: IntArray
@@ -23,7 +23,7 @@ class Fragments(NamedTuple):
 
 def cut_line(
     rows: IntArray, row_bytes: IntArray, granule: IntArray, cuts: NDArray[np.float64], least_bytes: int
-) -> Fragments:
+) -> Pieces:
     """Cut the items at the byte positions `cuts` (rising), each moved to the nearest allowed row.
 
     Allowed are multiples of the item's `granule` and the item's ends; an end within `least_bytes` is preferred.
@@ -40,7 +40,7 @@ def cut_line(
     cut_rows = np.maximum.accumulate(np.minimum(row_start[at] + row, row_start[-1])) if len(cuts) else row_start[:0]
     edges = np.unique(np.r_[row_start, cut_rows])
     item = np.searchsorted(row_start, edges[:-1], side="right") - 1
-    return Fragments(
+    return Pieces(
         item,
         edges[:-1] - row_start[item],
         edges[1:] - row_start[item],

@@ -25,7 +25,7 @@ from slimerl.resharding.planner.parcels import (
     split_over_owners,
     split_parcels,
 )
-from slimerl.resharding.planner.plan import Plan, Template, spell_operations
+from slimerl.resharding.planner.plan import Plan, PlanTemplate, spell_operations
 from slimerl.resharding.planner.ranks import rank_table, some
 from slimerl.resharding.planner.records import refine
 from slimerl.resharding.planner.rings import finer_at_the_end, schedule
@@ -38,11 +38,12 @@ from slimerl.resharding.planner.waterfill import FloatArray, Level, level
 def model_signatures(shape: SyncShape) -> Signatures:
     """The templates of the family that the config names."""
     table = shape.form.of(family_of(shape.config).table(shape.config))
+    table.check_engine(shape.engine)
     te_names = shape.train.names == ModuleNames.TRANSFORMER_ENGINE
     return signatures(table, shape.train, shape.engine, shape.dtype, shape.form.scales, te_names)
 
 
-def make_template(shape: SyncShape) -> Template:
+def make_template(shape: SyncShape) -> PlanTemplate:
     """Atoms, owners and shares: everything before nodes and rounds.
 
     Raises:
@@ -71,7 +72,7 @@ def make_template(shape: SyncShape) -> Template:
     fragments = split_over_owners(atoms, train.place_in_stage, weight, levelled.shares, least)
     copies = int(options.ring_copies_below * bounds.ingress_s / slowest)
     rings = max(1, min(copies, nodes.members // options.shortest_ring))
-    return Template(model, train, engine, records, atoms, bounds, relay_classes, rings, fragments)
+    return PlanTemplate(model, train, engine, records, atoms, bounds, relay_classes, rings, fragments)
 
 
 def _level(atoms: Atoms, copies: IntArray, speeds: FloatArray) -> tuple[Level, IntArray]:
@@ -89,7 +90,7 @@ AIM = 0.9
 ATTEMPTS = 3
 
 
-def make_plan(shape: SyncShape, template: Template | None = None) -> Plan:
+def make_plan(shape: SyncShape, template: PlanTemplate | None = None) -> Plan:
     """The whole plan, checked. `template`: that of this shape, where it has been made already.
 
     Raises as `make_template`, and CoverageError where the plan itself is wrong.
@@ -108,7 +109,7 @@ def make_plan(shape: SyncShape, template: Template | None = None) -> Plan:
     return plan
 
 
-def _plan(shape: SyncShape, template: Template, nodes: Nodes, aim: float) -> Plan:
+def _plan(shape: SyncShape, template: PlanTemplate, nodes: Nodes, aim: float) -> Plan:
     longest = max(len(ring) for ring in nodes.rings)
     fragments, parcels = _parcels(shape, template, longest, aim)
     slot = choose_entries(parcels, slot_speeds(nodes, shape.topology.nic_speeds()))
@@ -122,7 +123,7 @@ def _plan(shape: SyncShape, template: Template, nodes: Nodes, aim: float) -> Pla
     return Plan(shape, template, nodes, fragments, parcels, slot, turns, operations)
 
 
-def _parcels(shape: SyncShape, template: Template, longest: int, aim: float) -> tuple[Fragments, Parcels]:
+def _parcels(shape: SyncShape, template: PlanTemplate, longest: int, aim: float) -> tuple[Fragments, Parcels]:
     """Parcels for about `aim` operations of an engine's NIC, in rings of up to `longest` nodes."""
     options, atoms = shape.options, template.atoms
     # A node passes on all that it gets but for what ends with it; the last turn is cut up, and turns are filled up.

@@ -40,7 +40,7 @@ class Operations(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Template:
+class PlanTemplate:
     """The part of a plan that neither nodes nor replicas enter: who owns, who wants, who sends."""
 
     model: Signatures
@@ -62,7 +62,7 @@ class Plan:
     """What `make_plan` returns. All arrays are read only."""
 
     shape: SyncShape
-    template: Template
+    template: PlanTemplate
     nodes: Nodes
     fragments: Fragments
     parcels: Parcels
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        return int(self.operations.round.max()) + 1
+        return int(self.operations.round.max(initial=-1)) + 1
 
     @cached_property
     def by_sender(self) -> tuple[IntArray, IntArray]:

@@ -25,7 +25,9 @@ from slimerl.resharding.planner.templates import (
 )
 
 _TEMPLATE, _ROW, _COLUMN, _ROWS, _COLUMNS, _ITEMSIZE, _SOURCE_PART, _SOURCE, _SOURCE_ROW, _SOURCE_COLUMN = range(10)
-"""Columns of the arrays that become `Records`, in the order of its fields."""
+"""Columns of a `head`: one row a record, in the order of the fields of `Records`."""
+_RECORD, _DESTINATION, _DESTINATION_PART, _DESTINATION_ROW, _DESTINATION_COLUMN = range(5)
+"""Columns of a `tail`: one row for each destination of a record."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def refine(model: Signatures) -> Records:
     first = 0
     for number, template in enumerate(model.templates):
         head, tail = _refine(template, number)
-        tail[:, 0] += first
+        tail[:, _RECORD] += first
         first += len(head)
         heads.append(head)
         tails.append(tail)
@@ -82,10 +84,12 @@ def _coalesce(head: IntArray, tail: IntArray) -> Records:
 
     Gate and up of an expert become one strip where neither side cuts inside an expert.
     """
-    tail = tail[np.lexsort((tail[:, 2], tail[:, 1], tail[:, 0]))]
-    offsets = np.searchsorted(tail[:, 0], np.arange(len(head) + 1))
-    relative = tail[:, 1:].copy()
-    relative[:, 2] -= head[tail[:, 0], _SOURCE_ROW]
+    tail = tail[np.lexsort((tail[:, _DESTINATION_PART], tail[:, _DESTINATION], tail[:, _RECORD]))]
+    offsets = np.searchsorted(tail[:, _RECORD], np.arange(len(head) + 1))
+    # How far each destination lies from the source: equal for records that follow each other on both sides.
+    relative = tail.copy()
+    relative[:, _DESTINATION_ROW] -= head[tail[:, _RECORD], _SOURCE_ROW]
+    relative = np.ascontiguousarray(relative[:, _DESTINATION:])
     alike: dict[bytes, int] = {}
     where = [alike.setdefault(relative[start:stop].tobytes(), len(alike)) for start, stop in pairwise(offsets)]
     same = np.column_stack([head[:, [_SOURCE, _SOURCE_PART, _SOURCE_COLUMN, _COLUMNS, _ITEMSIZE]], where])
@@ -100,13 +104,13 @@ def _coalesce(head: IntArray, tail: IntArray) -> Records:
     head[:, _ROWS] = rows
     kept = np.flatnonzero(rows)
     counts = np.diff(offsets)[kept]
-    tail = tail[np.isin(tail[:, 0], kept)]
-    columns: list[IntArray] = [*head[kept].T.copy(), np.r_[0, np.cumsum(counts)], *tail[:, 1:].T.copy()]
+    tail = tail[np.isin(tail[:, _RECORD], kept)]
+    columns: list[IntArray] = [*head[kept].T.copy(), np.r_[0, np.cumsum(counts)], *tail[:, _DESTINATION:].T.copy()]
     return Records(*columns)
 
 
 def _refine(template: Template, number: int) -> tuple[IntArray, IntArray]:
-    """Cells of the grid of all cuts, as [cells, 10], and their destinations as [destinations, 5]."""
+    """Head and tail of the cells of the grid of all cuts."""
     rows = np.unique(np.concatenate([side[:, [ROW, ROW_STOP]].ravel() for side in (template.train, template.engine)]))
     columns = np.unique(
         np.concatenate([side[:, [COLUMN, COLUMN_STOP]].ravel() for side in (template.train, template.engine)])

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slimerl.resharding.boxes import joined_by_rows
 from slimerl.resharding.coverage import CoverageError
+from slimerl.resharding.families.cuts import Shard
 from slimerl.resharding.families.scales import BlockScales, scale_name
 from slimerl.resharding.families.table import Block, Rule, Table, Weight
 from slimerl.resharding.layouts import Axis, ExpertLocation, Layout, Part
@@ -227,6 +229,8 @@ class _Side:
             for part in range(parts):
                 shard = rule.cut.shard(tensors, Part(part, parts), self.layout)
                 extent = extent_of(shard.shape)
+                if scaled:
+                    self._check_blocks(shard, tensors, f"part {part} of {parts} of the trainer")
                 used = 0
                 for piece in shard.pieces:
                     row = _rows_and_columns(part, (piece.box.starts, piece.box.stops, piece.at.starts))
@@ -240,8 +244,17 @@ class _Side:
             self._solved[key] = _Solution(pieces, extent, padding)
         return self._solved[key]
 
+    def _check_blocks(self, shard: Shard, sources: Sequence[LogicalTensor], part: str) -> None:
+        """Raises LayoutError where a block of a source lies in this part and in another."""
+        assert self.scales is not None
+        for source in sources:
+            # Heads that follow each other in the tensor may share a block, wherever they lie in the parameter.
+            boxes = sorted((piece.box for piece in shard.pieces if piece.tensor == source.name), key=lambda b: b.starts)
+            for run in joined_by_rows(boxes):
+                self.scales.check_whole(f"{source.name}: {part}", run, source.shape)
+
     def _in_blocks(self, row: _Row, used: int) -> _Row:
-        """The blocks that begin in a piece: one that straddles two pieces belongs to where it begins.
+        """The blocks that begin in a piece: one that straddles two pieces of a part belongs to where it begins.
 
         A quantiser makes the blocks of each piece of a parameter, one piece's below the other's.
         """

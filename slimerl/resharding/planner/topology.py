@@ -88,6 +88,19 @@ class Nodes:
     def members(self) -> int:
         return int(self.nic.shape[0])
 
+    @property
+    def count(self) -> int:
+        """Of all classes together."""
+        return self.nic[:, :, 0].size
+
+    def number_of(self, nics: int) -> NDArray[np.int64]:
+        """[nics]: the node that each NIC belongs to, member by member, class by class; -1: to none (the trainer's)."""
+        node = np.full(nics, -1, dtype=np.int64)
+        present = self.nic >= 0
+        numbers = np.arange(self.count).reshape((*self.nic.shape[:2], 1))
+        node[self.nic[present]] = np.broadcast_to(numbers, self.nic.shape)[present]
+        return node
+
 
 def engine_nodes(topology: Topology, rings: int = 1) -> Nodes:
     """All nodes with a living replica, in `rings` rings (fewer where there are not as many nodes)."""

@@ -39,7 +39,7 @@ class NothingSent(ValueError):
 
 
 @dataclass(frozen=True)
-class _Sent:
+class Sent:
     number: int
     pending: Pending[Reports]
 
@@ -55,7 +55,7 @@ class Carrier:
         self.fleet = fleet
         self.timeout_s = timeout_s
         self.desk = ReportDesk(timeout_s, fleet.hosts)
-        self._in_flight: deque[_Sent] = deque()
+        self._in_flight: deque[Sent] = deque()
         self._buckets = 0
         self._shapes: dict[str, list[int]] = {}
         """Of every tensor sent."""
@@ -85,7 +85,7 @@ class Carrier:
 
     def describe(self) -> dict[str, Reports]:
         """By engine, for each rank: `parameters` (name → `shape`, `dtype`, `stride`), `gpu`, the one that holds them
-        (or None), and `gpus`, those that it sees."""
+        (or None), `gpus`, those that it sees, and `holds`, the version that it was last proven to have (or None)."""
         return self.ask_all(lambda _client, _rank: {"op": "describe"})
 
     def check(self, tensors: Sequence[LogicalTensor], placements: Sequence[Sequence[Placement]]) -> None:
@@ -105,7 +105,7 @@ class Carrier:
                 self.fleet.set_aside(engine_id, f"{engine_id} has {size} ranks, the plan is for {len(placements)}")
         for engine_id, ranks in self.describe().items():
             for rank, (report, placed) in enumerate(zip(ranks, placements, strict=True)):
-                if problem := _misfit(report["parameters"], placed, dtypes):
+                if problem := misfit(report["parameters"], placed, dtypes):
                     self.fleet.set_aside(engine_id, f"{engine_id} rank {rank}: {problem}")
         self.fleet.check_some_left()
 
@@ -125,7 +125,7 @@ class Carrier:
         source, entries = self._stage(self._buckets, bucket)
         self._shapes |= {entry["name"]: entry["shape"] for entry in entries}
         pending = self.start_all(lambda _client, _rank: {"op": "load", "source": source(), "entries": entries})
-        self._in_flight.append(_Sent(self._buckets, pending))
+        self._in_flight.append(Sent(self._buckets, pending))
         self._buckets += 1
 
     def wait(self) -> None:
@@ -210,7 +210,7 @@ class Carrier:
         }
 
 
-def _misfit(
+def misfit(
     parameters: Mapping[str, Mapping[str, Any]], placements: Sequence[Placement], dtypes: Mapping[str, str]
 ) -> str | None:
     try:

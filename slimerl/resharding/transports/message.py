@@ -60,6 +60,18 @@ class ReportDesk:
     def close(self) -> None:
         self._store = None
 
+    def publish(self, name: str, data: bytes | memoryview) -> str:
+        """Offer bytes, at most 8 MiB, to engines; returns the key under which they get them until `withdraw`."""
+        if self._store is None:
+            raise RuntimeError("the report desk is closed")
+        key = f"{self._secret}/{name}"
+        self._store.set(key, bytes(data))  # type: ignore[arg-type]  # it takes bytes as well
+        return key
+
+    def withdraw(self, key: str) -> None:
+        if self._store is not None:
+            self._store.delete_key(key)
+
     async def ask(
         self, client: EngineClient, messages: Sequence[dict[str, Any]], timeout_s: float | None = None
     ) -> list[dict[str, Any]]:

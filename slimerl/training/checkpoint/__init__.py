@@ -6,6 +6,7 @@
     write        the asynchronous, agreed write of one checkpoint
     checkpointer what the training loop uses
     resume       the choice of a checkpoint when the trainer starts
+    start        the weights of one for a new run
 
 Invariant: a directory `step-N` is complete and was flushed to the disk before it got that name; a newer one never
 costs an older one before that. There is no pointer to the latest: it is derived from the names, and proven by digests.

@@ -43,7 +43,7 @@ def identity(spec: RunSpec) -> dict[str, Any]:
     return {
         "seed": spec.seed,
         "model.dtype": spec.model.dtype,
-        "digest of model.path's config.json": directory.entry_of(spec.model.path / "config.json").digest,
+        directory.CONFIG_IDENTITY: directory.entry_of(spec.model.path / "config.json").digest,
         "algorithm.name": spec.algorithm.name,
         "training.prompts_per_step": spec.training.prompts_per_step,
         "training.minibatches_per_step": spec.training.minibatches_per_step,

@@ -45,17 +45,10 @@ class TrainedState:
 
     def tree(self, loading: bool, with_random: bool = True) -> dict[str, Any]:
         """Megatron's sharded state; called on every rank, the optimizer's state is gathered for it."""
-        metadata = {
-            # the one kind that every other layout can read
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-            "singleton_local_shards": False,
-            "chained_optim_avoid_prefix": True,
-        }
-
+        metadata = sharding_metadata()
         tree: dict[str, Any] = {
             name: unwrapped(chunk).sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-            for name, chunk in zip(_model_names(self.chunks), self.chunks, strict=True)
+            for name, chunk in zip(model_names(self.chunks), self.chunks, strict=True)
         }
         tree[_OPTIMIZER] = self.optimizer.sharded_state_dict(tree, metadata=metadata, is_loading=loading)
         if not loading:
@@ -81,7 +74,7 @@ class TrainedState:
             # Megatron uses what torch means to remove
             warnings.simplefilter("ignore", FutureWarning)
             loaded = dist_checkpointing.load(tree, str(directory))
-        for name, chunk in zip(_model_names(self.chunks), self.chunks, strict=True):
+        for name, chunk in zip(model_names(self.chunks), self.chunks, strict=True):
             unwrapped(chunk).load_state_dict(loaded[name])
         _check_updates(directory, loaded[_OPTIMIZER], updates)
         self.optimizer.load_state_dict(loaded[_OPTIMIZER])
@@ -90,7 +83,19 @@ class TrainedState:
             _set_random_state(loaded[_RANDOM])
 
 
-def _model_names(chunks: Sequence[torch.nn.Module]) -> list[str]:
+def sharding_metadata() -> dict[str, Any]:
+    """How Megatron is to name and cut what it saves."""
+    return {
+        # the one kind that every other layout can read
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def model_names(chunks: Sequence[torch.nn.Module]) -> list[str]:
+    """The tree's keys of the model's chunks."""
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 

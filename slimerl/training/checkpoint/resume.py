@@ -59,7 +59,7 @@ def find(spec: RunSpec, grid: Grid, identity: Mapping[str, Any]) -> Resumed | No
         raise ResumeError(f"{root} holds checkpoints, but checkpoint.resume is never; start anew with --fresh")
     rejected: list[str] = []
     for step in steps:
-        manifest, fault = _verified(directory.complete_path(root, step), grid)
+        manifest, fault = verified(directory.complete_path(root, step), grid)
         if manifest is not None and manifest.step == step:
             found = Resumed(directory.complete_path(root, step), manifest, rejected)
             _check_identity(found, identity)
@@ -95,8 +95,8 @@ def load(found: Resumed, state: TrainedState, spec: RunSpec, grid: Grid) -> None
     logger.info("going on from %s%s%s", found.directory, used, random)
 
 
-def _verified(path: Path, grid: Grid) -> tuple[Manifest | None, str]:
-    """The manifest and nothing, or nothing and what is wrong. The ranks share the reading."""
+def verified(path: Path, grid: Grid) -> tuple[Manifest | None, str]:
+    """The manifest and nothing, or nothing and what is wrong. Called on every rank; they share the reading."""
     manifest, fault = ranks_agree_on(_manifest(path) if grid.is_first else None)
     if manifest is None:
         return None, fault

@@ -1,0 +1,53 @@
+"""SIGTERM to `slimerl run`: save, then end.
+
+Schedulers send it some time before SIGKILL: SLURM and Kubernetes 30 seconds, unless told otherwise. The run gets
+`deadlines.terminate_s` of that to finish its step and its checkpoint, as `slimerl stop` asks for, without its limit.
+
+Flows in: signals. Flows out: the request to the trainer, and `Terminated` where there is nothing more to wait for.
+"""
+
+from types import FrameType
+
+from slimerl.resilience.deadline import Deadline, DeadlineExceeded
+from slimerl.spec import RunSpec
+from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE, complete_steps
+
+
+class Terminated(Exception):
+    """SIGTERM arrived; the message says what of the run is saved."""
+
+
+class TerminationRequest:
+    """Of one run. `arrive` is the handler of SIGTERM; a second signal ends the run at once."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._deadline: Deadline | None = None
+
+    @property
+    def made(self) -> bool:
+        return self._deadline is not None
+
+    def arrive(self, _signal: int, _frame: FrameType | None) -> None:
+        """Raises Terminated: nothing will be saved."""
+        if self.made or not self._spec.checkpoint.every_steps:
+            raise self.terminated("")
+        self._deadline = Deadline("the checkpoint of the step to be saved", self._spec.deadlines.terminate_s)
+        (self._spec.run_dir / STOP_FILE).touch()
+
+    def check(self) -> None:
+        """Raises Terminated once the time for saving is over."""
+        if self._deadline is None:
+            return
+        try:
+            self._deadline.check("deadlines.terminate_s")
+        except DeadlineExceeded as error:
+            raise self.terminated(str(error)) from None
+
+    def terminated(self, why: str) -> Terminated:
+        """To be raised. `why`: the run did not end by itself; empty: it did, or was not asked to."""
+        newest = next(iter(complete_steps(self._spec.run_dir / CHECKPOINTS_DIR)), None)
+        goes_on = "started again, it needs --fresh: it has no checkpoint"
+        if newest is not None:
+            goes_on = f"started again, it goes on after step {newest}"
+        return Terminated("; ".join(filter(None, (goes_on, why))))

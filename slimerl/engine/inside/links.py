@@ -1,0 +1,148 @@
+"""Links: one direction between two members of a sync, over which parcels travel in the order in which they were sent.
+
+Flows in: who is at either end. Flows out: the sender's bytes at the receiver. Invariants: a link knows no third member,
+so that one that dies breaks its own links alone; whatever breaks it ends as `LinkBroken` within the time given, never
+as a hang; a closed link leaves no socket and no thread.
+
+`Link` is the carrier's whole interface: process groups of two stand behind it (NCCL where every member has a GPU of
+its own, else gloo); one-sided carriers such as NIXL or Mooncake could.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+from slimerl.engine.inside.weight_group import failures_raise, first_line, own_address_towards
+
+
+class LinkBroken(RuntimeError):
+    """The other end is gone, stands still, or cannot be reached. This process is not to blame."""
+
+
+class Operation(Protocol):
+    """One parcel under way."""
+
+    def wait(self, seconds: float) -> None:
+        """Raises LinkBroken where it does not end in time."""
+
+
+class Link(Protocol):
+    """One end of a link. `device`: where the bytes must lie. Sent and received in the same order at both ends."""
+
+    device: torch.device
+
+    def send(self, flat: torch.Tensor) -> Operation:
+        """Begin to send; `flat` (uint8) must stay as it is until the operation has ended. Raises LinkBroken."""
+
+    def receive(self, flat: torch.Tensor) -> Operation:
+        """Begin to receive as many bytes. Raises LinkBroken."""
+
+    def close(self) -> None:
+        """The other end notices at once."""
+
+
+OpenLink = Callable[[int, int], Link]
+"""This member's end of the link (sender, receiver). Raises LinkBroken."""
+
+
+class GroupLinks:
+    """Opens links as process groups of two: `GroupLinks(store, "gloo", 10.0)(sender, receiver)` at either end.
+
+    All members must open theirs in the same order of (sender, receiver), since each waits for its other end.
+    """
+
+    def __init__(self, store: Store, host: str, backend: str, timeout_s: float, member: int) -> None:
+        """
+        Args:
+            store: a namespace of its own, where members find each other.
+            host: an address of the store's machine; links use the interface towards it.
+            timeout_s: bound of opening a link.
+            member: this one's number.
+        """
+        self._store, self._member = store, member
+        self._timeout = timedelta(seconds=timeout_s)
+        self._make = _nccl if backend == "nccl" else _gloo
+        self._interface = _interface(host) if backend == "gloo" else None
+        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+
+    def __call__(self, sender: int, receiver: int) -> Link:
+        store = PrefixStore(f"{sender}-{receiver}", self._store)
+        rank = 0 if self._member == sender else 1
+        try:
+            group = self._make(store, rank, self._timeout, self._interface or self._device)
+        except (OSError, RuntimeError) as error:
+            other = receiver if rank == 0 else sender
+            raise LinkBroken(
+                f"member {other} did not open its end of {sender} → {receiver}: {first_line(error)}"
+            ) from None
+        return _GroupLink(group, 1 - rank, self._device)
+
+
+class _GroupLink:
+    def __init__(self, group: Any, other: int, device: torch.device) -> None:
+        self._group, self._other, self.device = group, other, device
+
+    def send(self, flat: torch.Tensor) -> Operation:
+        return self._begin("send", flat)
+
+    def receive(self, flat: torch.Tensor) -> Operation:
+        return self._begin("recv", flat)
+
+    def _begin(self, what: str, flat: torch.Tensor) -> Operation:
+        if self._group is None:
+            raise LinkBroken("the link is closed")
+        try:
+            return _GroupOperation(getattr(self._group, what)([flat], self._other, 0), flat)
+        except RuntimeError as error:
+            raise LinkBroken(first_line(error)) from None
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and self.device.type == "cuda":
+            group.abort()
+
+
+class _GroupOperation:
+    def __init__(self, work: Any, flat: torch.Tensor) -> None:
+        # The work does not keep the bytes alive.
+        self._work, self._flat = work, flat
+
+    def wait(self, seconds: float) -> None:
+        try:
+            self._work.wait(timedelta(seconds=max(seconds, 0.001)))
+            if self._flat.is_cuda:
+                torch.cuda.current_stream().synchronize()
+        except RuntimeError as error:
+            raise LinkBroken(first_line(error)) from None
+
+
+def _interface(host: str) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    # One for all links: each has a thread that waits for its sockets.
+    return ProcessGroupGloo.create_device(hostname=own_address_towards(host))
+
+
+def _gloo(store: Store, rank: int, timeout: timedelta, interface: Any) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [interface]
+    options._timeout = timeout
+    options._threads = 1
+    return ProcessGroupGloo(store, rank, 2, options)
+
+
+def _nccl(store: Store, rank: int, timeout: timedelta, device: torch.device) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    with failures_raise():
+        group = ProcessGroupNCCL(store, rank, 2, options)
+        # Else the first operation would wait for the other end, whichever link it is due on.
+        group.eager_connect_single_device(device)
+    return group

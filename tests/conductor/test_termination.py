@@ -1,0 +1,49 @@
+"""What SIGTERM asks of a run."""
+
+import pytest
+
+from slimerl.conductor.termination import Terminated, TerminationRequest
+from slimerl.spec.load import spec_from_tree
+from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE
+
+
+def spec_of(directory, every_steps):
+    tree = {
+        "name": "ends",
+        "output_dir": str(directory),
+        "model": {"path": "model"},
+        "data": {"train_path": "rows.jsonl"},
+        "training": {"steps": 1, "prompts_per_step": 1},
+        "checkpoint": {"every_steps": every_steps},
+    }
+    return spec_from_tree(tree, "test")
+
+
+def arrive(request):
+    request.arrive(15, None)
+
+
+def test_the_first_signal_asks_the_trainer_to_save_and_the_second_ends_the_run(tmp_path):
+    request = TerminationRequest(spec_of(tmp_path, every_steps=5))
+    request.check()
+    assert not request.made
+    arrive(request)
+    request.check()
+    assert request.made
+    assert (tmp_path / STOP_FILE).exists()
+    with pytest.raises(Terminated):
+        arrive(request)
+
+
+def test_a_run_that_keeps_no_checkpoints_ends_at_once(tmp_path):
+    request = TerminationRequest(spec_of(tmp_path, every_steps=0))
+    with pytest.raises(Terminated, match="needs --fresh"):
+        arrive(request)
+    assert not (tmp_path / STOP_FILE).exists()
+
+
+def test_the_newest_checkpoint_is_named(tmp_path):
+    for step in (20, 100):
+        (tmp_path / CHECKPOINTS_DIR / f"step-{step}").mkdir(parents=True)
+    request = TerminationRequest(spec_of(tmp_path, every_steps=5))
+    assert str(request.terminated("rank 3 is gone")) == "started again, it goes on after step 100; rank 3 is gone"

@@ -1,0 +1,93 @@
+"""Runs as jobs of `slurm_cluster.Cluster`, submitted as a user does it."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurm_cluster import ROOT, Cluster
+from tiny_run import write_spec
+
+from slimerl.resilience.deadline import Deadline
+from slimerl.telemetry import read_records
+
+WAIT_S = 600.0
+"""For a run to start, or to end: where nobody else computes it does so in a twentieth of that."""
+
+
+def tiny_spec(directory: Path, cluster: dict[str, Any], **sections: dict[str, Any]) -> Path:
+    """Two trainer ranks, one engine; steps of a fraction of a second."""
+    defaults: dict[str, Any] = {
+        "rollout": {"samples_per_prompt": 4, "max_new_tokens": 6},
+        "evaluation": {"max_prompts": 2},
+        "sync": {"transport": "broadcast"},
+    }
+    return write_spec(directory, cluster=cluster, **(defaults | sections))
+
+
+@dataclass(frozen=True)
+class Job:
+    cluster: Cluster
+    number: str
+    run_dir: Path
+
+    def field(self, name: str) -> str:
+        """Of the first component."""
+        shown = self.cluster.run("scontrol", "show", "job", "--oneliner", self.number).splitlines()[0]
+        return dict(word.partition("=")[::2] for word in shown.split())[name]
+
+    def signal(self, *options: str) -> None:
+        self.cluster.run("scancel", *options, self.number)
+
+    def until(self, state: str) -> None:
+        """Wait until the job is in `state`. Fails at once where it has ended in another one."""
+
+        def there() -> bool:
+            now = self.field("JobState")
+            assert now in (state, "PENDING", "RUNNING", "COMPLETING"), f"{now}\n{self.logs()}"
+            return now == state
+
+        Deadline(f"job {self.number} to be {state}", WAIT_S).wait_until(there, poll_s=0.5, detail=self.logs)
+
+    def until_steps(self, count: int) -> None:
+        """Wait until so many steps are recorded."""
+
+        def there() -> bool:
+            state = self.field("JobState")
+            assert state in ("PENDING", "RUNNING"), f"{state}\n{self.logs()}"
+            return len(self.steps()) >= count
+
+        Deadline(f"step {count} of job {self.number}", WAIT_S).wait_until(there, poll_s=0.5, detail=self.logs)
+
+    def until_saved(self, step: int) -> None:
+        checkpoint = self.run_dir / "checkpoints" / f"step-{step}"
+        Deadline(str(checkpoint), WAIT_S).wait_until(checkpoint.exists, detail=self.logs)
+
+    def steps(self) -> list[int]:
+        """With a line in the record, in its order."""
+        return [record["step"] for record in read_records(self.run_dir / "metrics.jsonl") if record["step"] > 0]
+
+    def saved(self) -> list[int]:
+        """Steps with a checkpoint."""
+        return sorted(int(path.name.removeprefix("step-")) for path in (self.run_dir / "checkpoints").glob("step-*"))
+
+    def resumed_from(self) -> list[int]:
+        """Steps after which the run went on, in the order of its starts."""
+        events = read_records(self.run_dir / "events.jsonl")
+        return [event["step"] for event in events if event.get("name") == "resumed"]
+
+    def logs(self) -> str:
+        paths = [*self.run_dir.glob("slurm-*.out"), *self.run_dir.glob("logs/*.log")]
+        return "\n".join(f"{path}:\n{path.read_text(errors='replace')[-1500:]}" for path in paths)
+
+
+def submit(cluster: Cluster, spec: Path, *options: str) -> Job:
+    """`options`: of sbatch."""
+    number = cluster.run("bash", ROOT / "launch/slurm/submit.sh", spec, "--", "--parsable", *options).strip()
+    return Job(cluster, number, spec.parent / "run")
+
+
+def processes_naming(run_dir: Path) -> list[str]:
+    """Command lines of all processes here, on whatever node, that name the run's directory."""
+    shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, timeout=20, check=True)
+    return [line for line in shown.stdout.splitlines() if str(run_dir) in line]
