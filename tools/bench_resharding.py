@@ -4,7 +4,7 @@
 
 p1  time and memory of plans for 256 → 512 GPUs      p2  bytes against the linear program's bound, simulated time
 p3  exactness: the tests that carry plans out         p4  network operations of every rank
-p5  simulated time: healthy, a slow NIC, a dead engine
+p5  simulated time: healthy, a slow NIC, a dead engine  p6  size and speed of deltas (bench_delta.py)
 
 Each goal is printed beside what was measured, with pass or fail. Times are seconds of processor time of this process,
 the best of a few runs: other work on the machine does not count. Needs scipy (p2) and pytest (p3). Exit code 1: a goal
@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+import bench_delta
 import numpy as np
 import typer
 from layout_matrix import DEEPSEEK, DEEPSEEK_TP16, KIMI, KIMI_TP16, MATRIX, Case, shape_of
@@ -259,7 +260,15 @@ def _faults(case: Case, shape: SyncShape) -> list[str]:
     return [*cells, f"{death.seconds:.4f} s {death.ratio:.3f}× {verdict(True)}, replanned in {replan_s:.3f} s"]
 
 
-SECTIONS: dict[str, Callable[[list[Case]], None]] = {"p1": p1, "p2": p2, "p3": p3, "p4": p4, "p5": p5}
+def p6(_: list[Case]) -> None:
+    """Deltas."""
+    first = bench_delta.show(mib=64)
+    smaller = judged("deltas", first.smaller, bench_delta.SMALLER, " times smaller", at_least=True)
+    encoding = judged("encoding", first.encode_gb_s, bench_delta.ENCODE_GB_S, " GB/s a core", at_least=True)
+    console.print(f"P6, of the first case: {smaller}, {encoding}")
+
+
+SECTIONS: dict[str, Callable[[list[Case]], None]] = {"p1": p1, "p2": p2, "p3": p3, "p4": p4, "p5": p5, "p6": p6}
 """What `--only` names. A section prints its figures and passes each of them through `judged`."""
 
 
