@@ -16,7 +16,9 @@ from slimerl.engine.inside.digest import digest
 from slimerl.engine.inside.parcels import Contents, Segment, typed
 from slimerl.resharding.boxes import Box
 from slimerl.resharding.coverage import CoverageError, some_names
-from slimerl.resharding.proof import compare_digests
+from slimerl.resharding.families import BlockScales
+from slimerl.resharding.proof import compare_digests, digest_granules
+from slimerl.resharding.shard_quantise import scale_placements
 from slimerl.resharding.tensors import LogicalTensor, Placement
 
 _MODULUS = 1 << 64
@@ -31,6 +33,19 @@ def holders_of(engine_ranks: Sequence[Sequence[Placement]]) -> Holders:
             if not placement.is_padding:
                 found[placement.tensor].setdefault(placement.box, []).append(rank)
     return dict(found)
+
+
+def shard_granules(
+    tensors: Mapping[str, LogicalTensor],
+    engine_ranks: Sequence[Sequence[Placement]],
+    trainer_ranks: Sequence[Sequence[Placement]],
+    scales: BlockScales | None,
+) -> dict[str, int]:
+    """`digest_granules`, which respect what both sides cut: the trainer's ranks also cut the scales that they make."""
+    ranks = [*engine_ranks, *trainer_ranks]
+    if scales is not None:
+        ranks += [scale_placements(placements, tensors, scales) for placements in trainer_ranks]
+    return digest_granules(list(tensors.values()), ranks)
 
 
 @dataclass(frozen=True)

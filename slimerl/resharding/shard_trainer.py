@@ -17,9 +17,8 @@ from slimerl.engine.inside.parcels import Contents, decode, encode
 from slimerl.engine.inside.receiver import open_traffic
 from slimerl.resharding.coverage import check_parameters
 from slimerl.resharding.planner import Plan, PlanCache, SyncShape, trainer_share
-from slimerl.resharding.proof import digest_granules
 from slimerl.resharding.shard_orders import share_message
-from slimerl.resharding.shard_proof import Holders, SentDigests, holders_of
+from slimerl.resharding.shard_proof import Holders, SentDigests, holders_of, shard_granules
 from slimerl.resharding.shard_quantise import WireParameters, scale_placements
 from slimerl.resharding.shard_sender import Outbox
 from slimerl.resharding.sync_plan import SyncPlan
@@ -49,7 +48,7 @@ class ShardModel:
         self.tensors, self.engine_ranks, self.trainer_ranks = plan.by_name, plan.engine_ranks, trainer_ranks
         self.names = list(self.tensors)
         self.scales = plan.scales
-        self.granules = digest_granules(plan.tensors, [*plan.engine_ranks, *trainer_ranks])
+        self.granules = shard_granules(plan.by_name, plan.engine_ranks, trainer_ranks, plan.scales)
         self.holders: Holders = holders_of(plan.engine_ranks)
         self._shape_of, self._plans = shape_of, PlanCache()
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 from slurm_daemons import processes_with
 
 from slimerl.resilience.deadline import Deadline
@@ -98,11 +99,10 @@ class Cluster:
             lambda: TICK_S - (time.monotonic() - self._started) % TICK_S <= before_s
         )
 
-    def processes_of(self, job: str) -> list[str]:
-        """Command lines of what runs for a job on any node."""
-        return [" ".join(process.cmdline()) for process in processes_with(f"SLURM_JOB_ID={job}")]
+    def processes_of(self, job: str) -> list[psutil.Process]:
+        """What runs for a job on any node."""
+        return processes_with({"SLURM_CONF": self.environment["SLURM_CONF"], "SLURM_JOB_ID": job})
 
     def environment_of(self, job: str, program: str) -> dict[str, str]:
         """Of a process of a job whose command line contains `program`."""
-        processes = processes_with(f"SLURM_JOB_ID={job}")
-        return next(each for each in processes if program in " ".join(each.cmdline())).environ()
+        return next(each for each in self.processes_of(job) if program in " ".join(each.cmdline())).environ()

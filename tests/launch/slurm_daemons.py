@@ -33,16 +33,17 @@ class Ready:
     """When the controller was, by the machine's monotonic clock."""
 
 
-def processes_with(entry: str) -> list[psutil.Process]:
-    """With `entry` in their environment; this process and its children apart."""
+def processes_with(environment: Mapping[str, str]) -> list[psutil.Process]:
+    """With all of it in their own; this process and its children apart."""
+    entries = {f"{name}={value}".encode() for name, value in environment.items()}
     own = {process.pid for process in psutil.Process().children()} | {os.getpid()}
     found = []
     for process in psutil.process_iter():
         try:
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            inherited = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if entry.encode() in environment and process.pid not in own:
+        if entries <= set(inherited) and process.pid not in own:
             found.append(process)
     return found
 
@@ -85,7 +86,7 @@ class Daemons:
                 daemon.kill()
                 daemon.wait()
         # slurmstepd and what it started outlive slurmd
-        for process in processes_with(f"SLURM_CONF={self._environment['SLURM_CONF']}"):
+        for process in processes_with({"SLURM_CONF": self._environment["SLURM_CONF"]}):
             process.kill()
         self._net.remove()
         shutil.rmtree(self.root)
@@ -178,6 +179,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 ReturnToService=2
+KillWait=10
 GresTypes=gpu
 {nodes}PartitionName=main Default=YES Nodes=ALL State=UP
 """

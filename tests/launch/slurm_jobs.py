@@ -59,6 +59,16 @@ class Job:
 
         Deadline(f"step {count} of job {self.number}", WAIT_S).wait_until(there, poll_s=0.5, detail=self.logs)
 
+    def until_started_again(self, minutes: int) -> None:
+        """Wait until a requeued job runs, with a new time limit. A controller that has nothing else to do looks at
+        requeued heterogeneous jobs when something changes, and the time limit does."""
+
+        def there() -> bool:
+            self.cluster.run("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")
+            return self.field("JobState") == "RUNNING"
+
+        Deadline(f"job {self.number} to start again", WAIT_S).wait_until(there, poll_s=1.0)
+
     def until_saved(self, step: int) -> None:
         checkpoint = self.run_dir / "checkpoints" / f"step-{step}"
         Deadline(str(checkpoint), WAIT_S).wait_until(checkpoint.exists, detail=self.logs)

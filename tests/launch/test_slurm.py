@@ -42,8 +42,7 @@ def test_roles_on_different_nodes_save_before_the_time_limit_and_the_requeued_jo
     assert 1 <= saved < steps
     assert job.steps() == list(range(1, saved + 1))
     assert cluster.processes_of(job.number) == []
-    # an idle controller looks at requeued heterogeneous jobs when something changes, and this does
-    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
+    job.until_started_again(minutes=60)
     job.until("COMPLETED")
     assert job.resumed_from() == [saved]
     assert job.steps() == list(range(1, steps + 1))

@@ -16,10 +16,9 @@ from slimerl.engine.inside.parcels import Contents, checksum, write
 from slimerl.resharding.assemble import scatter
 from slimerl.resharding.families import Form, family_of
 from slimerl.resharding.planner import Plan, trainer_share
-from slimerl.resharding.proof import digest_granules
 from slimerl.resharding.quantise import on_the_wire
 from slimerl.resharding.shard_orders import engine_message, member_of, share_message, steps_of, transfers_of
-from slimerl.resharding.shard_proof import SentDigests, ShardProof, holders_of
+from slimerl.resharding.shard_proof import SentDigests, ShardProof, holders_of, shard_granules
 from slimerl.resharding.shard_quantise import WireParameters, scale_placements
 from slimerl.resharding.shard_sender import Outbox
 from slimerl.resharding.tensors import Placement
@@ -150,7 +149,7 @@ class Sync:
             self.family.engine_placements(shape.config, shape.engine, rank, shape.form)
             for rank in range(plan.topology.engine_ranks)
         ]
-        self.granules = digest_granules(tensors, [*self.engine, *self.trainer])
+        self.granules = shard_granules(self.tensors, self.engine, self.trainer, self.scales)
         self.transfers = transfers_of(plan)
         self.network = Network() if corrupt is None else Network(corrupt)
         holders = holders_of(self.engine)
