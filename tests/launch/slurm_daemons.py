@@ -160,7 +160,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={self.root}/munge.sock
+AuthInfo=socket={self.root}/munge.sock,cred_expire=5
 StateSaveLocation={self.root}/state
 SlurmdSpoolDir={self.root}/spool.%n
 SlurmctldPidFile={self.root}/slurmctld.pid

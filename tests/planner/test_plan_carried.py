@@ -19,7 +19,7 @@ def carried(plan, staged, seed=0, corrupt=None):
     return sync
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(shape=shapes(), seed=st.integers(0, 99), staged=st.booleans())
 def test_any_model_arrives_byte_for_byte_and_each_byte_once(shape, seed, staged):
     """Engines of up to eight ranks, up to five of them, on nodes that they share or that they span."""

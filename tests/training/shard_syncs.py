@@ -1,4 +1,4 @@
-"""Syncs by `shards` from Megatron ranks to real engines; what runs on ranks is defined here, to be picklable."""
+"""Syncs from Megatron ranks to real engines; what runs on ranks is defined here, to be picklable."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,6 +39,7 @@ def shard_syncer(
     staged: bool,
     gpus_per_node: int = 8,
     sync_s: float = 300.0,
+    transport: str = "shards",
 ) -> Any:
     from engine_fixtures import engine_spec
 
@@ -47,7 +48,7 @@ def shard_syncer(
     spec = engine_spec(model_path, run_dir, engines[0].tensor_parallel)
     changed = {
         "training": spec.training.model_copy(update={"parallel": parallel}),
-        "sync": SyncSpec(transport="shards", staged=staged),
+        "sync": SyncSpec(transport=transport, staged=staged),
         "cluster": ClusterSpec(gpus_per_node=gpus_per_node),
         "deadlines": DeadlineSpec(start_s=min(sync_s, 240.0), sync_s=sync_s),
     }
@@ -79,6 +80,32 @@ def sync_shards(
     return (desk.released, phases) if desk else None
 
 
+def sync_by_each(
+    model_path: Path,
+    parallel: ParallelSpec,
+    engines: Sequence[EngineInfo],
+    run_dir: Path,
+    transports: Sequence[tuple[str, bool]],
+    version: int,
+) -> list[ReleaseRequest] | None:
+    """On every rank: one Megatron model, synced by one transport after the other, staged or not, each time with other
+    weights and the next version; rank 0 returns what it released."""
+    built = tiny.build(model_path, parallel)
+    desk = Desk(list(engines)) if built.grid.is_first else None
+    for transport, staged in transports:
+        syncer = shard_syncer(built, desk, model_path, parallel, engines, run_dir, staged, transport=transport)
+        try:
+            # twice: what a transport keeps of the first sync serves the second
+            for _ in range(2):
+                change(built.chunks)
+                syncer.sync(version)
+                version += 1
+        finally:
+            if transport == "shards":
+                syncer.close()
+    return desk.released if desk else None
+
+
 def change(chunks: Any) -> None:
     """As a training step does, every weight."""
     with torch.no_grad():
@@ -87,10 +114,11 @@ def change(chunks: Any) -> None:
                 parameter.mul_(1.01)
 
 
-def changed_logprobs(model_path: Path, tokens: list[int]) -> torch.Tensor:
+def changed_logprobs(model_path: Path, tokens: list[int], changes: int = 1) -> torch.Tensor:
     """Megatron's log-probability of each token after its predecessors, [len(tokens) - 1], on one rank."""
     built = tiny.build(model_path, ParallelSpec())
-    change(built.chunks)
+    for _ in range(changes):
+        change(built.chunks)
     with torch.no_grad():
         packed = tiny.plain_pack([len(tokens)])
         logits = built.chunks[0].eval()(torch.tensor([tokens]), None, None, packed_seq_params=packed)[0]
