@@ -30,17 +30,14 @@ def logprobs_of(checkpoint, tokens):
 
 
 GRIDS = {
-    "TP2×PP2": (ParallelSpec(tensor=2, pipeline=2), True, 8),
-    "PP2×VPP2, unstaged": (ParallelSpec(pipeline=2, virtual=2), False, 1),
-    "TP2×EP2": (ParallelSpec(tensor=2, data=2, expert=2, sequence_parallel=True), True, 8),
+    "PP2×VPP2": (ParallelSpec(pipeline=2, virtual=2), True, 1),
     "EP2×DP2, unstaged": (ParallelSpec(data=4, expert=2), False, 1),
     "EP2×TP1, staged": (ParallelSpec(data=2, expert=2), True, 1),
 }
 """Grid, into a staging buffer, GPUs of a node. On one node two engines share what comes in; on nodes of one GPU they
 relay it to each other."""
 ENGINES = {
-    ("qwen3", 2): ["TP2×PP2", "PP2×VPP2, unstaged"],
-    ("qwen3_moe", 2): ["TP2×EP2"],
+    ("qwen3", 1): ["PP2×VPP2"],
     ("deepseek_v3", 1): ["EP2×DP2, unstaged", "EP2×TP1, staged"],
 }
 

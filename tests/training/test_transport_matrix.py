@@ -13,14 +13,7 @@ from slimerl.spec.schema import ParallelSpec
 PROMPT = [10, 20, 30, 40, 50]
 LAYERS = 4
 """One for each chunk of PP2×VPP2."""
-TRANSPORTS = [
-    ("ipc", False),
-    ("broadcast", False),
-    ("disk", False),
-    ("delta", False),
-    ("shards", False),
-    ("shards", True),
-]
+TRANSPORTS = [(name, False) for name in ("ipc", "broadcast", "disk", "delta", "shards")] + [("shards", True)]
 """Name, and whether into a staging buffer."""
 GRIDS = {
     "qwen3": {"TP2×PP2": ParallelSpec(tensor=2, pipeline=2), "PP2×VPP2": ParallelSpec(pipeline=2, virtual=2)},
