@@ -13,6 +13,6 @@ if [ $# -eq 0 ]; then
     .venv/bin/mypy
     .venv/bin/lint-imports
     # the tests that start processes in one worker, the others beside them (tests/conftest.py)
-    set -- -n 2 --dist loadgroup
+    set -- -n 2
 fi
 exec .venv/bin/python -m pytest -m "not gpu" "$@"

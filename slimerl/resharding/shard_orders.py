@@ -98,14 +98,9 @@ def engine_message(
 ) -> dict[str, Any]:
     """An engine rank's boxes, and what it must hold afterwards, for the digest."""
     wire = [
-        {
-            "parameter": placement.parameter,
-            "at": [placement.at.starts, placement.at.stops],
-            "tensor": placement.tensor,
-            "box": [placement.box.starts, placement.box.stops],
-            "shape": None if placement.is_padding else tensors[placement.tensor].shape,
-            "granule": granules.get(placement.tensor),
-        }
+        placement.message(None, None)
+        if placement.is_padding
+        else placement.message(tensors[placement.tensor].shape, granules[placement.tensor])
         for placement in placements
     ]
     return share_message(plan, engine_share(plan, replica, rank)) | {"placements": wire}

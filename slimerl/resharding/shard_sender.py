@@ -43,9 +43,8 @@ class Outbox:
         home = self._parameters[segments[0].name].device
         flat = torch.empty(self._contents.nbytes[parcel], dtype=torch.uint8, device=home)
         pack(flat, segments, self._parameters, self._sent.dtypes)
-        if parcel not in self.checksums:
-            self._sent.add(parcel, flat)
-            self.checksums[parcel] = checksum(flat)
+        self._sent.add(parcel, flat)
+        self.checksums[parcel] = checksum(flat)
         return flat.to(self._device)
 
     def left(self, parcel: int) -> None:

@@ -82,6 +82,7 @@ class ShardSyncer:
         self._model, self._rank, self._parameters = model, rank, parameters
         self._control, self._exchange = control, exchange
         self._timeout_s, self._staged = timeout_s, staged
+        self._members: list[_Member] = []
         self._member: TrainerMember | None = None
         self._mailbox: Mailbox | None = None
         self._lead: _Lead | None = None
@@ -91,18 +92,22 @@ class ShardSyncer:
 
         Raises:
             NoEngineLeft, TransferFailed: no engine holds the version; the message gives the reason for each.
-            SyncEnded: so it was, on the other ranks.
+            SyncEnded, CoordinatorGone: so it was, on the other ranks; or rank 0's process has ended.
             DeadlineExceeded: the transfer took so long that the lease might have run out.
         """
         if self._control is None:
             return self._follow()
         problem: str | None = f"the update to version {version} was not finished"
+        if self._lead is None:
+            self._members = self._exchange(self._introduction())
         try:
             seconds = self._coordinate(version, self._control)
             problem = None
             return seconds
         except Exception as error:
             problem = f"{problem}: {error}"
+            if self._lead is None:
+                self._exchange(problem)  # the others wait for an address
             raise
         finally:
             if self._lead is not None:
@@ -146,18 +151,17 @@ class ShardSyncer:
         return dict(clock.seconds)
 
     def _leading(self, lease: WeightLease) -> "_Lead":
-        """The first time all ranks learn of each other; the engines' addresses are known by then."""
+        """The first time all ranks learn where the station is, once the engines' addresses are known."""
         if self._lead is not None:
             return self._lead
-        members: list[_Member] = self._exchange(self._introduction())
-        here = members[0].host
+        members, here = self._members, self._members[0].host
         hosts = {f"trainer {rank}": one.host for rank, one in enumerate(members) if one.host != here}
         station = Station(self._timeout_s, {**lease.fleet.hosts, **hosts})
-        self._exchange(station.address)
         member = self._join(station.address)
         timing = Timing(self._timeout_s * CALL_SHARE, self._timeout_s * TRANSFER_SHARE)
         gpus = [one.gpu for one in members]
         self._lead = _Lead(self._model, station, member, timing, self._staged, gpus)
+        self._exchange(station.address)
         return self._lead
 
     # --- the others
@@ -165,7 +169,10 @@ class ShardSyncer:
     def _follow(self) -> dict[str, float]:
         if self._member is None:
             self._exchange(self._introduction())
-            self._join(self._exchange(None)[0])
+            found: Message | str = self._exchange(None)[0]
+            if isinstance(found, str):
+                raise SyncEnded(found)
+            self._join(found)
         assert self._member is not None
         assert self._mailbox is not None
         while True:

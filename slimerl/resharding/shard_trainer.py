@@ -99,6 +99,7 @@ class TrainerMember:
     def _transfer(self, order: Message) -> Message:
         assert self._planned is not None, "a plan is ordered before its transfer"
         _, contents, digests = self._planned
+        deadline = Deadline(f"transfer {order['transfer']}", order["timeout_s"])
         if self._traffic is None or self._traffic[0] != order["links"]:
             self.close()
             self._traffic = order["links"], open_traffic(self._mailbox, order)
@@ -108,7 +109,7 @@ class TrainerMember:
         if model.scales is not None:
             parameters = WireParameters(parameters, model.trainer_ranks[self.rank], model.tensors, model.scales)
         outbox = Outbox(contents, digests, traffic.steps, parameters, device)
-        traffic.run(outbox, Deadline(f"transfer {order['transfer']}", order["timeout_s"]))
+        traffic.run(outbox, deadline)
         sums = torch.tensor(list(outbox.checksums.items()), dtype=torch.int64)
         return {"checksums": encode(sums), "digests": _as_text(digests.values, self._model.names)}
 

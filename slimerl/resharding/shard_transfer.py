@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from slimerl.engine.inside.mailbox import packed
 from slimerl.resharding.planner import Plan, without
-from slimerl.resharding.shard_orders import Transfers, engine_message, steps_of, text, transfers_of
+from slimerl.resharding.shard_orders import Transfers, engine_message, member_of, steps_of, text, transfers_of
 from slimerl.resharding.shard_proof import ShardProof
 from slimerl.resharding.shard_trainer import ShardModel, TrainerMember, read_checksums, read_digests
 from slimerl.resharding.transports.shards import Gone, Message, Station
@@ -103,8 +103,8 @@ class Sender:
             transfer = f"{version}-{secrets.token_hex(4)}"
             try:
                 attempt = self._attempt(transfer, plan, engines, failures, gone)
-            except TransferFailed:
-                self._round = None  # its links are closed
+            except BaseException:
+                self._round = None  # its links may be closed
                 raise
             failures |= attempt.lost
             if attempt.whole:
@@ -177,7 +177,7 @@ class Sender:
             if replica in dead:
                 continue
             for rank, member in enumerate(self._members_of(engine)):
-                members[member] = plan.topology.trainer_ranks + replica * plan.topology.engine_ranks + rank
+                members[member] = member_of(plan, replica, rank)
                 engine_of[member] = engine.engine_id
         orders = {member: self._transfer_order(transfer, current, member, number) for member, number in members.items()}
         waiting = Deadline(f"reports on transfer {transfer}", self._timing.attempt_s + REPORT_MARGIN_S)

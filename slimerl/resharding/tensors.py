@@ -6,8 +6,10 @@ Invariant: the placements of a rank tile each of its parameters: every element l
 vocabulary padding included (`PADDING`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -66,3 +68,18 @@ class Placement:
     def view_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The placed elements of the parameter, in the shape of `box`; shares its memory."""
         return parameter[self.at.slices].view(self.box.shape)
+
+    def message(self, shape: Sequence[int] | None, granule: int | None) -> dict[str, Any]:
+        """As an engine rank is told of it, to digest what lies there (`engine/inside/loader.py`).
+
+        Args:
+            shape, granule: of the whole tensor, for `digest`; None for padding.
+        """
+        return {
+            "parameter": self.parameter,
+            "at": [self.at.starts, self.at.stops],
+            "tensor": self.tensor,
+            "box": [self.box.starts, self.box.stops],
+            "shape": shape,
+            "granule": granule,
+        }

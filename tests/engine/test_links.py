@@ -86,6 +86,28 @@ def test_traffic_that_breaks_names_the_hop_and_closes_all_its_links(store):
     assert not traffic[2]._links
 
 
+class Closable:
+    device = CPU
+    closed = False
+
+    def close(self):
+        self.closed = True
+
+
+def test_links_that_are_open_are_closed_where_another_cannot_be_made():
+    """Fault: something else than the other end fails while links are opened."""
+    first = Closable()
+
+    def open_link(_sender, receiver):
+        if receiver == 2:
+            raise MemoryError("injected")
+        return first
+
+    with pytest.raises(MemoryError):
+        Traffic(0, [Step(True, 1, 7, 64), Step(True, 2, 7, 64)], open_link)
+    assert first.closed
+
+
 def test_closed_links_leave_no_thread_and_no_socket(store):
     pair(store, "warm")[0].close()
 

@@ -55,7 +55,7 @@ class Traffic:
             for sender, receiver in sorted(ends):
                 sends = sender == member
                 self._links[sends, receiver if sends else sender] = open_link(sender, receiver)
-        except LinkBroken:
+        except BaseException:
             self.close()
             raise
 

@@ -16,6 +16,7 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from slimerl.engine.inside.weight_group import failures_raise, first_line, own_address_towards
+from slimerl.resilience.deadline import Deadline
 
 
 class LinkBroken(RuntimeError):
@@ -59,11 +60,11 @@ class GroupLinks:
         Args:
             store: a namespace of its own, where members find each other.
             host: an address of the store's machine; links use the interface towards it.
-            timeout_s: bound of opening a link.
+            timeout_s: within which all links have to be open.
             member: this one's number.
         """
         self._store, self._member = store, member
-        self._timeout = timedelta(seconds=timeout_s)
+        self._opening = Deadline("links to open", timeout_s)
         self._make = _nccl if backend == "nccl" else _gloo
         self._interface = _interface(host) if backend == "gloo" else None
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
@@ -72,7 +73,7 @@ class GroupLinks:
         store = PrefixStore(f"{sender}-{receiver}", self._store)
         rank = 0 if self._member == sender else 1
         try:
-            group = self._make(store, rank, self._timeout, self._interface or self._device)
+            group = self._make(store, rank, self._opening, self._interface or self._device)
         except (OSError, RuntimeError) as error:
             other = receiver if rank == 0 else sender
             raise LinkBroken(
@@ -126,21 +127,28 @@ def _interface(host: str) -> Any:
     return ProcessGroupGloo.create_device(hostname=own_address_towards(host))
 
 
-def _gloo(store: Store, rank: int, timeout: timedelta, interface: Any) -> Any:
+def _left(opening: Deadline) -> timedelta:
+    return timedelta(seconds=max(opening.remaining_s, 0.001))
+
+
+def _gloo(store: Store, rank: int, opening: Deadline, interface: Any) -> Any:
     from torch.distributed import ProcessGroupGloo
 
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [interface]
-    options._timeout = timeout
+    options._timeout = _left(opening)
     options._threads = 1
     return ProcessGroupGloo(store, rank, 2, options)
 
 
-def _nccl(store: Store, rank: int, timeout: timedelta, device: torch.device) -> Any:
+def _nccl(store: Store, rank: int, opening: Deadline, device: torch.device) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=opening.seconds)  # that of operations
+    # NCCL itself would wait without end for one that does not come.
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{1 - rank}"], _left(opening))
     with failures_raise():
         group = ProcessGroupNCCL(store, rank, 2, options)
         # Else the first operation would wait for the other end, whichever link it is due on.

@@ -132,31 +132,31 @@ class Receiver:
                 if box_of(weights[segment.name], segment).shape != (segment.rows, segment.columns):
                     raise Misfit(f"{segment.name} is {tuple(weights[segment.name].shape)} and has no box {segment}")
         self._close_traffic()
-        self._contents, self._placements, self._done = contents, order["placements"], None
+        # Before the new ones are made: where memory does not suffice, no transfer may take the rank for one without
+        # staging.
+        self._contents = self._done = self._staging = None
         begins, size = contents.slots()
         self._slots = {parcel: (begin, contents.nbytes[parcel]) for parcel, begin in begins.items()}
-        self._staging = None  # before the new one is made
         if order["staged"]:
-            device = torch.device("cuda", torch.cuda.current_device()) if order["backend"] == "nccl" else "cpu"
-            self._staging = torch.zeros(size, dtype=torch.uint8, device=device)
+            self._staging = torch.zeros(size, dtype=torch.uint8, device=_device_of(order["backend"]))
+        self._contents, self._placements = contents, order["placements"]
         return {"staging_bytes": size if order["staged"] else 0}
 
     def _transfer(self, order: Message) -> Message:
         if self._contents is None:
             raise NothingStaged("no contents have been given to this rank")
         begun = time.monotonic()
+        deadline = Deadline(f"transfer {order['transfer']}", order["timeout_s"])
         self._done, self._checksums, self._written = None, {}, 0
         self._weights = live_weights(self._model)
         traffic = self._opened(order)
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if order["backend"] == "nccl" else torch.device("cpu")
-        )
+        device = _device_of(order["backend"])
         parcels = (
             Relay(traffic.steps, self._stored, device)
             if self._staging is None
             else Staged(traffic.steps, self._kept, self._staging, self._slots)
         )
-        traffic.run(parcels, Deadline(f"transfer {order['transfer']}", order["timeout_s"]))
+        traffic.run(parcels, deadline)
         if device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         if missing := self._contents.nbytes.keys() - self._checksums.keys():
@@ -200,6 +200,10 @@ def open_traffic(mailbox: Mailbox, order: Message) -> Traffic:
 
 def live_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
+
+
+def _device_of(backend: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
 def _own_stream(model: torch.nn.Module) -> Any:

@@ -70,12 +70,16 @@ class Carrier:
 
     def close(self) -> None:
         """Waits for engines that still load: without the desk they could not report, and would try for long."""
-        for pending in self._unanswered():
-            with suppress(NoEngineLeft):
-                pending.results()
-        self._in_flight.clear()
-        self._dispose()
-        self.desk.close()
+        try:
+            for pending in self._unanswered():
+                with suppress(NoEngineLeft):
+                    pending.results()
+        finally:
+            self._in_flight.clear()
+            try:
+                self._dispose()
+            finally:
+                self.desk.close()
 
     def _unanswered(self) -> Sequence[Pending[Reports]]:
         return [sent.pending for sent in self._in_flight]
@@ -149,7 +153,10 @@ class Carrier:
         if unsent := {place.tensor for rank in placements for place in rank if place.tensor} - self._shapes.keys():
             raise NothingSent(f"version {version}: tensors of the plan were never sent: {some_names(unsent)}")
         self.wait()
-        wire = [[self._wire(placement, granules) for placement in rank] for rank in placements]
+        wire = [
+            [place.message(self._shapes.get(place.tensor), granules.get(place.tensor)) for place in rank]
+            for rank in placements
+        ]
         reports = self.ask_all(lambda _client, rank: {"op": "verify", "version": version, "placements": wire[rank]})
         return {engine_id: [report["digests"] for report in ranks] for engine_id, ranks in reports.items()}
 
@@ -199,20 +206,15 @@ class Carrier:
         self.accept(sent.pending.results())
         self._settled(sent.number)
 
-    def _wire(self, placement: Placement, granules: Mapping[str, int]) -> dict[str, Any]:
-        return {
-            "parameter": placement.parameter,
-            "at": [placement.at.starts, placement.at.stops],
-            "tensor": placement.tensor,
-            "box": [placement.box.starts, placement.box.stops],
-            "shape": self._shapes.get(placement.tensor),
-            "granule": granules.get(placement.tensor),
-        }
-
 
 def misfit(
     parameters: Mapping[str, Mapping[str, Any]], placements: Sequence[Placement], dtypes: Mapping[str, str]
 ) -> str | None:
+    """Why the parameters that a rank describes cannot take what the plan sends, or None.
+
+    Args:
+        dtypes: of each tensor, as it is sent.
+    """
     try:
         check_parameters(placements, {name: tuple(parameter["shape"]) for name, parameter in parameters.items()})
     except CoverageError as error:
