@@ -12,7 +12,7 @@ if [ $# -eq 0 ]; then
     .venv/bin/ruff format --check .
     .venv/bin/mypy
     .venv/bin/lint-imports
-    # the tests that start processes in one worker, the others beside them (tests/conftest.py)
+    # tests with engines in one worker, those with trainer ranks in the other (tests/conftest.py)
     set -- -n 2
 fi
 exec .venv/bin/python -m pytest -m "not gpu" "$@"

@@ -10,25 +10,26 @@ from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["rank_fixtures", "engine_fixtures"]
 
-OF_PROCESSES = re.compile(r"def \w+\([^)]*\b(ranks|engines)\b")
-"""Fixtures that start processes once for a test run: who uses them stays in one worker of pytest-xdist."""
-WHOLE_RUNS = {"engine", "launch", "run"}
-"""Rooms whose tests start roles of their own: one after the other, since each fills the machine."""
+FIXTURES = {"engines": re.compile(r"def \w+\([^)]*\bengines\b"), "ranks": re.compile(r"def \w+\([^)]*\branks\b")}
+"""They start processes once for a worker of pytest-xdist: who uses one of them stays in one worker."""
+ROOMS = {"engine": "engines", "launch": "ranks", "run": "ranks"}
+"""Their tests start roles of their own: one after the other, since each fills the machine."""
 
 
-class TwoLanes(LoadScopeScheduling):
-    """One worker has the tests that start processes, file after file; the others share the rest by file."""
+class Lanes(LoadScopeScheduling):
+    """One worker has the tests with engines, another those with trainer ranks; whoever is free takes others by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "processes" if starts_processes(self.config.rootpath / file) else file
+        return lane_of(self.config.rootpath / file) or file
 
 
 @cache
-def starts_processes(file: Path) -> bool:
-    return file.parent.name in WHOLE_RUNS or OF_PROCESSES.search(file.read_text()) is not None
+def lane_of(file: Path) -> str | None:
+    text = file.read_text()
+    return ROOMS.get(file.parent.name) or next((lane for lane, uses in FIXTURES.items() if uses.search(text)), None)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> TwoLanes:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
     """For `pytest -n 2`, as `launch/test.sh` has it."""
-    return TwoLanes(config, log)
+    return Lanes(config, log)

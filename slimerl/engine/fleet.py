@@ -8,7 +8,7 @@ Only when none is left does a call raise.
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -38,13 +38,19 @@ class Pending(Generic[Result]):
 
         Raises:
             NoEngineLeft: all have failed.
+            What else a call raised, the first of it; only when no engine is at work any more.
         """
         results: dict[str, Result] = {}
+        unforeseen: list[BaseException] = []
         for engine_id, future in self._futures.items():
             try:
                 results[engine_id] = future.result()
             except EngineError as error:
                 self._fleet.set_aside(engine_id, str(error))
+            except (Exception, CancelledError) as error:  # noqa: BLE001 (raised below, when all have answered)
+                unforeseen.append(error)
+        if unforeseen:
+            raise unforeseen[0]
         self._fleet.check_some_left()
         return results
 

@@ -23,7 +23,7 @@ from slimerl.engine.inside.cuda_bucket import gpu_uuid
 from slimerl.engine.inside.mailbox import Mailbox
 from slimerl.resharding.proof import ProofError
 from slimerl.resharding.shard_trainer import Parameters, ShardModel, TrainerMember
-from slimerl.resharding.shard_transfer import Outcome, Sender, Timing, TransferFailed
+from slimerl.resharding.shard_transfer import Outcome, Sender, TransferFailed
 from slimerl.resharding.sync import CALL_SHARE, TRANSFER_SHARE, WeightControl, WeightLease
 from slimerl.resharding.transports.carrier import misfit
 from slimerl.resharding.transports.shards import Message, Station
@@ -130,14 +130,16 @@ class ShardSyncer:
             ahead = self._lead.ready(control.status()) if self._lead is not None and self._staged else []
         if ahead:
             assert self._lead is not None
-            outcome = self._lead.transfer_ahead(version, ahead, self._timeout_s * CALL_SHARE, clock)
+            outcome = self._lead.transfer_ahead(version, ahead, self._transfer_deadline(version), clock)
         with clock("hold"):
             lease = WeightLease(control, version, self._timeout_s, self._timeout_s * CALL_SHARE)
+        # From here on the lease runs: pause and open take of the transfer's time.
+        deadline = self._transfer_deadline(version)
         problem: str | None = f"the update to version {version} was not finished"
         try:
             lead = self._leading(lease)
             begun = time.monotonic()
-            lead.write(version, lease, outcome, clock)
+            lead.write(version, lease, outcome, deadline, clock)
             with clock("resume"):
                 lease.serve()
             clock.seconds["stall"] = time.monotonic() - begun
@@ -150,6 +152,9 @@ class ShardSyncer:
                 lease.end(problem)
         return dict(clock.seconds)
 
+    def _transfer_deadline(self, version: int) -> Deadline:
+        return Deadline(f"the transfer of version {version}", self._timeout_s * TRANSFER_SHARE)
+
     def _leading(self, lease: WeightLease) -> "_Lead":
         """The first time all ranks learn where the station is, once the engines' addresses are known."""
         if self._lead is not None:
@@ -158,9 +163,8 @@ class ShardSyncer:
         hosts = {f"trainer {rank}": one.host for rank, one in enumerate(members) if one.host != here}
         station = Station(self._timeout_s, {**lease.fleet.hosts, **hosts})
         member = self._join(station.address)
-        timing = Timing(self._timeout_s * CALL_SHARE, self._timeout_s * TRANSFER_SHARE)
         gpus = [one.gpu for one in members]
-        self._lead = _Lead(self._model, station, member, timing, self._staged, gpus)
+        self._lead = _Lead(self._model, station, member, self._timeout_s * CALL_SHARE, self._staged, gpus)
         self._exchange(station.address)
         return self._lead
 
@@ -182,7 +186,7 @@ class ShardSyncer:
                 if order["problem"] is not None:
                     raise SyncEnded(order["problem"])
                 return {}
-            self._mailbox.report(self._member.obey(order))
+            self._member.answer_by_mail(order)
 
     def _introduction(self) -> _Member:
         device = next(iter(self._parameters().values())).device
@@ -202,12 +206,12 @@ class _Lead:
         model: ShardModel,
         station: Station,
         own: TrainerMember,
-        timing: Timing,
+        call_s: float,
         staged: bool,
         gpus: Sequence[str | None],
     ) -> None:
         self.station = station
-        self._model, self._own, self._timing, self._staged = model, own, timing, staged
+        self._model, self._own, self._call_s, self._staged = model, own, call_s, staged
         self._gpus = list(gpus)
         self._sender: Sender | None = None
         self._backend = ""
@@ -223,13 +227,23 @@ class _Lead:
         waiting = [engine for engine in living if self._open.get(engine.engine_id) == engine.admin_key]
         return waiting if len(waiting) == len(living) == self._planned_for else []
 
-    def transfer_ahead(self, version: int, engines: Sequence[EngineInfo], call_s: float, clock: PhaseClock) -> Outcome:
+    def transfer_ahead(
+        self, version: int, engines: Sequence[EngineInfo], deadline: Deadline, clock: PhaseClock
+    ) -> Outcome:
         """Into staging, while engines generate."""
-        with EngineFleet(engines, call_s) as fleet:
-            return self._transfer(version, engines, fleet, clock)
+        with EngineFleet(engines, self._call_s) as fleet:
+            return self._transfer(version, engines, fleet, deadline, clock)
 
-    def write(self, version: int, lease: WeightLease, outcome: Outcome | None, clock: PhaseClock) -> None:
-        """Pause, transfer unless that has been done, write, prove, commit. Raises NoEngineLeft, TransferFailed."""
+    def write(
+        self, version: int, lease: WeightLease, outcome: Outcome | None, deadline: Deadline, clock: PhaseClock
+    ) -> None:
+        """Pause, transfer unless that has been done, write, prove, commit.
+
+        Args:
+            deadline: of the transfer, from the hold on.
+
+        Raises: NoEngineLeft, TransferFailed, DeadlineExceeded.
+        """
         fleet = lease.fleet
         for engine in lease.engines if outcome is not None else ():
             assert outcome is not None
@@ -245,18 +259,25 @@ class _Lead:
             with clock("open"):
                 self._open_receivers(lease)
             left = [engine for engine in lease.engines if engine.engine_id in fleet.left]
-            outcome = self._transfer(version, left, fleet, clock)
+            outcome = self._transfer(version, left, fleet, deadline, clock)
         with clock("apply"):
             self._apply(version, fleet, outcome, clock)
         with clock("commit"):
             fleet.end_weight_update(version)
 
-    def _transfer(self, version: int, engines: Sequence[EngineInfo], fleet: EngineFleet, clock: PhaseClock) -> Outcome:
+    def _transfer(
+        self,
+        version: int,
+        engines: Sequence[EngineInfo],
+        fleet: EngineFleet,
+        deadline: Deadline,
+        clock: PhaseClock,
+    ) -> Outcome:
         assert self._sender is not None
         with clock("plan"):
             self._model.plan(len(engines))
         with clock("transfer"):
-            outcome = self._sender.send(version, engines, lambda engine_ids: _gone(fleet, engine_ids))
+            outcome = self._sender.send(version, engines, lambda engine_ids: _gone(fleet, engine_ids), deadline)
         self._planned_for = len(engines)
         for engine_id, reason in outcome.failures.items():
             fleet.set_aside(engine_id, reason)
@@ -291,7 +312,7 @@ class _Lead:
         backend = self._choose_backend([report["gpu"] for ranks in reports.values() for report in ranks])
         if self._sender is None or backend != self._backend:
             self._backend = backend
-            self._sender = Sender(self._model, self.station, self._own, self._timing, self._staged, backend)
+            self._sender = Sender(self._model, self.station, self._own, self._call_s, self._staged, backend)
 
     def _choose_backend(self, engine_gpus: Sequence[str | None]) -> str:
         """NCCL refuses two members on one GPU, and members without."""
@@ -314,7 +335,7 @@ class _Lead:
         async def ask(client: EngineClient) -> list[Message]:
             order = {**self.station.address, **message(client.engine_id)}
             ranks = fleet.tensor_parallel[client.engine_id]
-            return await self.station.desk.ask(client, [order] * ranks, timeout_s=self._timing.attempt_s)
+            return await self.station.desk.ask(client, [order] * ranks, timeout_s=self._call_s)
 
         return fleet.each(ask)
 

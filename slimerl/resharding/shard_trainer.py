@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slimerl.engine.inside.carry import Traffic
-from slimerl.engine.inside.links import LinkBroken
+from slimerl.engine.inside.links import LinkBroken, broken_report
 from slimerl.engine.inside.mailbox import Mailbox
 from slimerl.engine.inside.parcels import Contents, decode, encode
 from slimerl.engine.inside.receiver import open_traffic
@@ -66,16 +66,32 @@ class TrainerMember:
         self._planned: tuple[str, Contents, SentDigests] | None = None
         self._traffic: tuple[str, Traffic] | None = None
 
-    def obey(self, order: Message) -> Message:
-        """Carry out an order; returns the report. Never raises."""
+    def answer(self, order: Message) -> Message:
+        """Carry out an order and return the report, on the coordinator's own rank. Never raises."""
+        report = self._obey(order)
+        self._close_what_broke(report)
+        return report
+
+    def answer_by_mail(self, order: Message) -> None:
+        """First the report, which is waited for; then the links, of which many take long to close, so that the others
+        notice. Raises CoordinatorGone."""
+        report = self._obey(order)
+        try:
+            self._mailbox.report(report)
+        finally:
+            self._close_what_broke(report)
+
+    def _close_what_broke(self, report: Message) -> None:
+        if "broken" in report or not report["ok"]:
+            self.close()
+
+    def _obey(self, order: Message) -> Message:
         try:
             report = {"plan": self._plan, "transfer": self._transfer}[order["op"]](order)
             return {"ok": True, **report}
         except (LinkBroken, DeadlineExceeded) as error:
-            self.close()
-            return {"ok": True, "broken": str(error)}
+            return broken_report(error)
         except Exception as error:  # noqa: BLE001 (told to the coordinator, which ends the sync)
-            self.close()
             return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ Invariants: an engine that dies, stands still or does not fit is set aside by na
 by a plan without it, over new links; a parcel with wrong bytes is named with the hop at which it broke.
 
 How a culprit is told from its victims: a broken link closes all links of who sees it, so that victims report at once.
-Who is dead or stands still reports nothing.
+Who is dead or stands still reports nothing; where all report, `shard_blame.py` finds at which hop they waited in vain.
 """
 
 import secrets
@@ -15,30 +15,26 @@ from dataclasses import dataclass, field
 
 from slimerl.engine.inside.mailbox import packed
 from slimerl.resharding.planner import Plan, without
+from slimerl.resharding.shard_blame import blamed
 from slimerl.resharding.shard_orders import Transfers, engine_message, member_of, steps_of, text, transfers_of
 from slimerl.resharding.shard_proof import ShardProof
 from slimerl.resharding.shard_trainer import ShardModel, TrainerMember, read_checksums, read_digests
 from slimerl.resharding.transports.shards import Gone, Message, Station
-from slimerl.resilience.deadline import Deadline
+from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.samples.messages import EngineInfo
 
 UNEXPLAINED_BREAKS = 1
 """How often a transfer may break without a member to blame (a reset connection, a flipped bit)."""
 OPEN_SHARE = 1 / 2
-"""Of an attempt's time: how long a member waits for the other end of a new link."""
-REPORT_MARGIN_S = 2.0
-"""How long after its own deadline a member may report that it has passed."""
+"""Of the time to carry: how long a member waits for the other end of a new link."""
+CARRY_SHARE = 4 / 5
+"""Of an attempt's time: how long members carry parcels. In the rest they report that it has passed."""
+SHORTEST_ATTEMPT = 1 / 2
+"""Of an attempt's time: as much has to be left for one more."""
 
 
 class TransferFailed(RuntimeError):
     """No engine can get the version: a trainer rank failed, or no engine is left."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    attempt_s: float
-    """Bound of a member's part in one attempt."""
-    total_s: float
 
 
 @dataclass(frozen=True)
@@ -69,10 +65,11 @@ class Sender:
     """Kept for a run: what members know need not be said again."""
 
     def __init__(
-        self, model: ShardModel, station: Station, own: TrainerMember, timing: Timing, staged: bool, backend: str
+        self, model: ShardModel, station: Station, own: TrainerMember, attempt_s: float, staged: bool, backend: str
     ) -> None:
+        """`attempt_s`: bound of one attempt, reports included."""
         self._model, self._station, self._own = model, station, own
-        self._timing, self._staged, self._backend = timing, staged, backend
+        self._attempt_s, self._staged, self._backend = attempt_s, staged, backend
         self._contents: dict[str, str] = {}
         """By member, the key of the contents that it has."""
         self._made: dict[tuple[str, int], bytes] = {}
@@ -80,29 +77,29 @@ class Sender:
         self._round: _Round | None = None
         self._round_of: tuple[str, tuple[str, ...]] = "", ()
 
-    def send(self, version: int, engines: Sequence[EngineInfo], gone: Gone) -> Outcome:
+    def send(self, version: int, engines: Sequence[EngineInfo], gone: Gone, deadline: Deadline) -> Outcome:
         """Bring `version` into all of these engines.
 
         Args:
             gone: which of these engines will never answer, and why.
+            deadline: no attempt is begun that could end later.
 
         Raises:
             TransferFailed: it did not come to any.
             DeadlineExceeded: it would not have ended in time.
         """
         engines = sorted(engines, key=lambda engine: engine.engine_id)
-        deadline = Deadline(f"the transfer of version {version}", self._timing.total_s)
         plan = self._model.plan(len(engines))
-        failures = self._tell_plan(plan, engines, gone)
-        unexplained, last = 0, ""
+        failures = self._tell_plan(plan, engines, gone, self._time(deadline, "the plan was not told"))
+        unexplained, last = 0, "no attempt was made"
         while True:
             left = [engine for engine in engines if engine.engine_id not in failures]
             if not left:
                 raise TransferFailed("no engine is left: " + "; ".join(failures.values()))
-            deadline.check(f"raise deadlines.sync_s; {last}")
+            seconds = self._time(deadline, last)
             transfer = f"{version}-{secrets.token_hex(4)}"
             try:
-                attempt = self._attempt(transfer, plan, engines, failures, gone)
+                attempt = self._attempt(transfer, plan, engines, failures, gone, seconds)
             except BaseException:
                 self._round = None  # its links may be closed
                 raise
@@ -115,20 +112,27 @@ class Sender:
                 return Outcome(transfer, names, failures, proof, attempt.figures)
             self._round = None
             last = attempt.seen
-            if not attempt.lost:
+            if attempt.blamed and len(left) > 1:
+                failures |= attempt.blamed
+            elif not attempt.lost:
                 unexplained += 1
-                if unexplained > UNEXPLAINED_BREAKS:
-                    if not attempt.suspects:
-                        raise TransferFailed(f"the links broke without anyone ending: {attempt.seen}")
-                    failures |= attempt.suspects
+                failures |= _culprits(attempt, unexplained)
 
-    def _tell_plan(self, plan: Plan, engines: Sequence[EngineInfo], gone: Gone) -> dict[str, str]:
+    def _time(self, deadline: Deadline, last: str) -> float:
+        """For one attempt. Raises DeadlineExceeded where what is left is too little; `last`: what was last seen."""
+        seconds = min(self._attempt_s, deadline.remaining_s)
+        if seconds < SHORTEST_ATTEMPT * self._attempt_s:
+            left = f"{seconds:.3g} of {deadline.seconds:g} s are left of {deadline.what}"
+            raise DeadlineExceeded(f"{left}, too few for another attempt; raise deadlines.sync_s ({last})")
+        return seconds
+
+    def _tell_plan(self, plan: Plan, engines: Sequence[EngineInfo], gone: Gone, seconds: float) -> dict[str, str]:
         """Contents to those who do not have them; returns engines that they do not fit."""
         trainers = [f"trainer/{rank}" for rank in range(1, plan.topology.trainer_ranks)]
         new = [member for member in trainers if self._contents.get(member) != plan.digest]
         for member in new:
             self._station.order(member, {"op": "plan", "engines": len(engines), "plan": plan.digest})
-        own = self._own.obey({"op": "plan", "engines": len(engines), "plan": plan.digest})
+        own = self._own.answer({"op": "plan", "engines": len(engines), "plan": plan.digest})
         told: dict[str, tuple[str, str]] = {}
         for replica, engine in enumerate(engines):
             for rank, member in enumerate(self._members_of(engine)):
@@ -137,7 +141,7 @@ class Sender:
                 if self._contents.get(member) != key:
                     self._station.order(member, self._contents_order(plan, key, replica, rank))
                     told[member] = key, engine.engine_id
-        waiting = Deadline("members to take their contents", self._timing.attempt_s)
+        waiting = Deadline("members to take their contents", seconds)
         engine_of = {member: engine_id for member, (_, engine_id) in told.items()}
         reports = self._station.collect([*new, *told], waiting, _never(engine_of, gone))
         _check_trainers({"trainer/0": own, **{member: reports.get(member) for member in new}})
@@ -168,6 +172,7 @@ class Sender:
         engines: Sequence[EngineInfo],
         failures: Mapping[str, str],
         gone: Gone,
+        seconds: float,
     ) -> "_Attempt":
         dead = [replica for replica, engine in enumerate(engines) if engine.engine_id in failures]
         current = self._current_round(plan, engines, dead)
@@ -179,12 +184,13 @@ class Sender:
             for rank, member in enumerate(self._members_of(engine)):
                 members[member] = member_of(plan, replica, rank)
                 engine_of[member] = engine.engine_id
-        orders = {member: self._transfer_order(transfer, current, member, number) for member, number in members.items()}
-        waiting = Deadline(f"reports on transfer {transfer}", self._timing.attempt_s + REPORT_MARGIN_S)
+        carry_s = seconds * CARRY_SHARE
+        orders = {name: self._transfer_order(transfer, current, name, n, carry_s) for name, n in members.items()}
+        waiting = Deadline(f"reports on transfer {transfer}", seconds)
         for member, order in orders.items():
             if member != self._own.name:
                 self._station.order(member, order)
-        own = self._own.obey(orders[self._own.name])
+        own = self._own.answer(orders[self._own.name])
         others = [member for member in members if member != self._own.name]
         reports = {self._own.name: own, **self._station.collect(others, waiting, _never(engine_of, gone))}
         return _judge(current, members, engine_of, reports, waiting.seconds)
@@ -197,15 +203,15 @@ class Sender:
             self._round_of = key
         return self._round
 
-    def _transfer_order(self, transfer: str, current: _Round, member: str, number: int) -> Message:
+    def _transfer_order(self, transfer: str, current: _Round, member: str, number: int, seconds: float) -> Message:
         order: Message = {
             "op": "transfer",
             "transfer": transfer,
             "links": current.links,
             "member": number,
             "backend": self._backend,
-            "timeout_s": self._timing.attempt_s,
-            "open_s": self._timing.attempt_s * OPEN_SHARE,
+            "timeout_s": seconds,
+            "open_s": seconds * OPEN_SHARE,
         }
         if member not in current.told:
             order["steps"] = text(steps_of(current.transfers, number))
@@ -226,6 +232,15 @@ def _never(engine_of: Mapping[str, str], gone: Gone) -> Gone:
     return members
 
 
+def _culprits(attempt: "_Attempt", breaks: int) -> dict[str, str]:
+    """Whom to go on without after so many breaks; nobody while it may have been chance. Raises TransferFailed."""
+    if breaks <= UNEXPLAINED_BREAKS:
+        return {}
+    if not (culprits := attempt.suspects | attempt.blamed):
+        raise TransferFailed(f"the links broke without anyone ending: {attempt.seen}")
+    return culprits
+
+
 @dataclass(frozen=True)
 class _Attempt:
     whole: bool
@@ -233,6 +248,8 @@ class _Attempt:
     """Engines that will not get it, and why."""
     suspects: dict[str, str]
     """Engines at which wrong bytes were seen first."""
+    blamed: dict[str, str]
+    """The engine at which it stood still."""
     seen: str
     trainers: list[Message]
     figures: dict[str, float]
@@ -254,6 +271,7 @@ def _judge(
             lost.setdefault(engine_id, f"{engine_id} ({member}): {problem}")
     broken = {member: report["broken"] for member, report in reports.items() if "broken" in report}
     suspects = {} if lost or broken else _wrong_bytes(current, members, engine_of, reports)
+    culprits = {} if lost else blamed(current.transfers, members, engine_of, reports)
     named = [*broken.items(), *suspects.items()]
     seen = "; ".join(f"{who}: {what}" for who, what in named[:4])
     answered = [reports[member] for member in engine_of if member in reports and "received_bytes" in reports[member]]
@@ -262,7 +280,7 @@ def _judge(
         "slowest_s": max((report["seconds"] for report in answered), default=0.0),
     }
     whole = not (lost or broken or suspects)
-    return _Attempt(whole, lost, suspects, seen, [report for report in trainers.values() if report], figures)
+    return _Attempt(whole, lost, suspects, culprits, seen, [report for report in trainers.values() if report], figures)
 
 
 def _wrong_bytes(

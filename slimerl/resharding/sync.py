@@ -62,7 +62,14 @@ class WeightLease:
         hold = control.hold(HoldRequest(version, lease_s))
         self._lease_id = hold.lease_id
         self.engines = hold.engines
-        self.fleet = EngineFleet(hold.engines, call_s, hold.pause)
+        try:
+            self.fleet = EngineFleet(hold.engines, call_s, hold.pause)
+        except Exception as error:
+            # Nobody else knows of the hold. Nothing was asked of the engines, but none has the version.
+            reason = f"the engines could not be called: {type(error).__name__}: {error}"
+            dirty = {one.engine_id: reason for one in hold.engines}
+            control.release(ReleaseRequest(hold.lease_id, version, [], dirty))
+            raise
 
     def serve(self) -> None:
         """After the commit: the engines left go on, with the new weights alone. Raises NoEngineLeft."""
@@ -133,6 +140,9 @@ class WeightSyncer:
             return {}
         with self._gathering() as buckets:
             return self._coordinate(version, buckets)
+
+    def close(self) -> None:
+        """Nothing stays open from one sync to the next."""
 
     def hold(self, version: int, lease_s: float) -> WeightLease:
         """On the first gathering rank: a lease for `write`. Raises as `WeightLease`."""

@@ -125,8 +125,7 @@ def run_rank(spec: RunSpec) -> None:
             resume.load(resumed, policy.state, spec, grid)
             source.restore(resumed.source_state())
     done = resumed.step if resumed is not None else 0
-    ending = closing(turns) if turns is not None else nullcontext()
-    with ending, _run_log(spec, resumed) if grid.is_first else nullcontext(SilentLog()) as log:
+    with closing(syncer), _run_log(spec, resumed) if grid.is_first else nullcontext(SilentLog()) as log:
         resources = partial(_resources, spec.run_dir, ResourceMeter(spec.run_dir, name), grid.is_first)
         export = partial(policy.export, spec.export_dir)
         checkpoints = Checkpointer(spec, policy.state, grid, source.state, same_run, done)

@@ -25,6 +25,10 @@ class Syncer(Protocol):
         """Bring the weights to the engines as `version`; returns the seconds of each phase."""
         ...
 
+    def close(self) -> None:
+        """At the end of the run, also of one that failed: nothing stays open towards the engines."""
+        ...
+
 
 class NoEngines:
     """The syncer of an algorithm that needs no engine."""
@@ -32,16 +36,15 @@ class NoEngines:
     def sync(self, version: int) -> dict[str, float]:
         return {}
 
+    def close(self) -> None:
+        pass
+
 
 class Turns(Protocol):
     """Trainer and engines take turns in the memory of the same GPUs; the syncer gives it to the engines."""
 
     def before_training(self, version: int) -> None:
         """The trainer takes its memory back, for the step after which the weights are `version`."""
-        ...
-
-    def close(self) -> None:
-        """At the end of the run."""
         ...
 
 

@@ -7,17 +7,22 @@ import pytest
 import transformers
 from engine_fixtures import Engines, RunningEngine
 from reference import greedy_choices, largest_difference, logprobs_of
+from weights import update
 
 from slimerl.engine.client import EngineClient, EngineRefused, EngineTimeout
 from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.resilience.deadline import Deadline
 
+VERSION = 3
 PROMPTS = [[10, 20, 30, 40, 50], [7] * 17, list(range(4, 100)), [300]]
 
 
 @pytest.fixture(scope="module")
 def engine(engines: Engines) -> RunningEngine:
-    return engines("qwen3")
+    """With the weights of its checkpoint, whatever earlier tests have brought it."""
+    running = engines("qwen3")
+    assert update(running, running.model_path, version=VERSION) == {}
+    return running
 
 
 @pytest.fixture(scope="module")

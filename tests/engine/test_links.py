@@ -69,7 +69,21 @@ def test_an_end_that_never_comes_is_named(store):
         links(store, "alone", 0, open_s=0.5)(0, 1)
 
 
-def test_traffic_that_breaks_names_the_hop_and_closes_all_its_links(store):
+def test_what_waits_on_a_link_ends_at_once_where_another_thread_aborts_it(store):
+    """Fault: the other end has vanished without closing anything."""
+    _sender, receiver = pair(store, "aborted")
+    traffic = Traffic(1, [Step(False, 0, 7, 64)], lambda *_ends: receiver)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(traffic.run, Relay(traffic.steps, lambda *_: None, CPU), Deadline("it", 20))
+        with pytest.raises(TimeoutError):
+            running.result(0.2)
+        traffic.abort()
+        with pytest.raises(LinkBroken) as broken:
+            running.result(5)
+    assert (broken.value.hop, broken.value.stood_still) == ((0, 1, 7), False)
+
+
+def test_traffic_that_breaks_names_the_hop_and_whether_it_stood_still(store):
     """Fault: of three members in a row the middle one passes nothing on."""
     steps = {
         0: [Step(True, 1, 7, 64)],
@@ -81,9 +95,18 @@ def test_traffic_that_breaks_names_the_hop_and_closes_all_its_links(store):
         traffic = [one.result(20) for one in opened]
         last = threads.submit(traffic[2].run, Relay(steps[2], lambda *_: None, CPU), Deadline("it", 20))
         traffic[1].close()
-        with pytest.raises(LinkBroken, match="1 → 2, parcel 7"):
+        with pytest.raises(LinkBroken, match="1 → 2, parcel 7") as closed:
             last.result(10)
-    assert not traffic[2]._links
+    assert (closed.value.hop, closed.value.stood_still) == ((1, 2, 7), False)
+    _sender, receiver = pair(store, "late")
+    waiting = Traffic(1, [Step(False, 0, 7, 64)], lambda *_ends: receiver)
+    with pytest.raises(LinkBroken) as late:
+        waiting.run(Relay(waiting.steps, lambda *_: None, CPU), Deadline("it", 0.2))
+    assert (late.value.hop, late.value.stood_still) == ((0, 1, 7), True)
+    receiver.close()
+    with pytest.raises(LinkBroken) as gone:
+        waiting.run(Relay(waiting.steps, lambda *_: None, CPU), Deadline("it", 0.2))
+    assert (gone.value.hop, gone.value.stood_still) == ((0, 1, 7), False)
 
 
 class Closable:

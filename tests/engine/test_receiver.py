@@ -1,11 +1,15 @@
 """The resident receiver of an engine rank, without an engine: what its orders leave behind where they fail."""
 
+import gc
+import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
+from slimerl.engine.inside.links import LinkBroken
 from slimerl.engine.inside.parcels import encode
 from slimerl.engine.inside.receiver import NothingStaged, Receiver
 from slimerl.resilience.deadline import Deadline
@@ -60,6 +64,9 @@ class Recorded:
     steps: list[Any] = []  # noqa: RUF012 (a value)
     given_s = 0.0
 
+    def abort(self) -> None:
+        pass
+
     def run(self, _parcels: Any, deadline: Deadline) -> None:
         self.given_s = deadline.remaining_s
 
@@ -83,3 +90,79 @@ def test_the_time_of_a_transfer_counts_from_its_order_not_from_when_links_were_o
     one._obey(contents_order(staged=True))
     one._obey({"op": "transfer", "transfer": "one", "links": "some", "backend": "gloo", "timeout_s": 5.0})
     assert 0 < traffic.given_s <= 4.8
+
+
+class Waiting(Recorded):
+    """Traffic of a transfer whose sender is gone: it waits until it is aborted."""
+
+    def __init__(self) -> None:
+        self.running, self.aborted = threading.Event(), threading.Event()
+
+    def run(self, _parcels: Any, _deadline: Deadline) -> None:
+        self.running.set()
+        assert self.aborted.wait(20)
+        raise LinkBroken("aborted")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+class Orders:
+    """A mailbox: the orders of a list, then none until it is woken."""
+
+    def __init__(self, events: list[str], *orders: dict[str, Any]) -> None:
+        self._events, self._orders, self._woken = events, list(orders), threading.Event()
+
+    def next_order(self) -> dict[str, Any]:
+        if self._orders:
+            return self._orders.pop(0)
+        self._woken.wait(20)
+        return {"op": "end"}
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def report(self, report: dict[str, Any]) -> None:
+        self._events.append("broken" if "broken" in report else "ok")
+
+
+TRANSFER = {"op": "transfer", "transfer": "one", "links": "some", "backend": "gloo", "timeout_s": 60.0}
+
+
+def test_a_receiver_that_is_closed_amid_a_transfer_ends_at_once_and_holds_no_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fault: the trainer's machine has vanished, so that no link was closed; its successor opens a new receiver."""
+    traffic = Waiting()
+    monkeypatch.setattr("slimerl.engine.inside.receiver.open_traffic", lambda *_args: traffic)
+    mailbox: Any = Orders([], contents_order(staged=True), TRANSFER)
+    one = Receiver(torch.nn.Linear(4, 2, bias=False), mailbox)
+    one.start()
+    assert traffic.running.wait(20)
+    assert one._staging is not None
+    buffer = weakref.ref(one._staging)
+    began = time.monotonic()
+    one.close()
+    assert time.monotonic() - began < 5
+    assert not one.alive
+    gc.collect()
+    assert buffer() is None
+
+
+def test_a_broken_transfer_is_reported_before_its_links_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: a link breaks. The coordinator waits for the report, and closing a thousand links takes seconds."""
+    events: list[str] = []
+
+    class Broken(Recorded):
+        def run(self, _parcels: Any, _deadline: Deadline) -> None:
+            raise LinkBroken("the other end is gone")
+
+        def close(self) -> None:
+            events.append("closed")
+
+    monkeypatch.setattr("slimerl.engine.inside.receiver.open_traffic", lambda *_args: Broken())
+    mailbox: Any = Orders(events)
+    one = Receiver(torch.nn.Linear(4, 2, bias=False), mailbox)
+    one._answer(contents_order(staged=True))
+    one._answer(TRANSFER)
+    assert events == ["ok", "broken", "closed"]

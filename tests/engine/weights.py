@@ -16,17 +16,21 @@ from slimerl.resharding.families import family_of
 from slimerl.resharding.hf_checkpoint import HfCheckpoint
 from slimerl.resharding.layouts import EngineLayout
 from slimerl.resharding.proof import WeightProof
+from slimerl.resharding.sent_state import SentState
 from slimerl.resharding.tensors import LogicalTensor, Placement
 from slimerl.resharding.transports.broadcast import BroadcastCarrier
 from slimerl.resharding.transports.carrier import Carrier
+from slimerl.resharding.transports.delta import DeltaCarrier
 from slimerl.resharding.transports.disk import DiskCarrier
 from slimerl.resharding.transports.ipc import IpcCarrier
+from slimerl.resilience.deadline import Deadline
 from slimerl.samples.messages import EngineInfo
 
 BUCKET_BYTES = 1 << 19
 """A quarter of a tiny model: updates take several buckets."""
 TIMEOUT_S = 30.0
 TRANSPORTS = ("ipc", "broadcast", "disk")
+"""Those of whole buckets, which go through the model's `load_weights`."""
 
 
 class Plan:
@@ -65,6 +69,12 @@ def open_carrier(transport: str, fleet: EngineFleet, timeout_s: float, directory
             yield carrier
 
 
+def open_delta(fleet: EngineFleet, plan: Plan, state: SentState | None, timeout_s: float) -> DeltaCarrier:
+    """`state`: that of the last delta; None: the first."""
+    transfer = Deadline("the transfer", timeout_s)
+    return DeltaCarrier(fleet, SentState() if state is None else state, plan.placements, timeout_s, transfer)
+
+
 @contextmanager
 def open_update(
     infos: Sequence[EngineInfo], timeout_s: float = TIMEOUT_S, transport: str = "ipc", directory: Path | None = None
@@ -92,14 +102,20 @@ def update(
     others: Sequence[EngineInfo] = (),
     transport: str = "ipc",
     timeout_s: float = TIMEOUT_S,
+    state: SentState | None = None,
 ) -> dict[str, str]:
-    """Move `model` (see `Plan.buckets`) into the engines; returns why each of those that failed did."""
+    """Move `model` (see `Plan.buckets`) into the engines; returns why each of those that failed did. `state`: for
+    `delta`, what was sent last."""
     plan = Plan(engine)
     proof = WeightProof(plan.tensors, plan.placements)
     with EngineFleet([engine.info, *others], timeout_s) as fleet:
         fleet.pause()
         fleet.begin_weight_update()
-        with open_carrier(transport, fleet, timeout_s) as carrier:
+        with (
+            open_delta(fleet, plan, state, timeout_s)
+            if transport == "delta"
+            else open_carrier(transport, fleet, timeout_s)
+        ) as carrier:
             carrier.check(plan.tensors, plan.placements)
             for bucket in plan.buckets(model):
                 carrier.send(bucket)

@@ -101,8 +101,7 @@ def sync_by_each(
                 syncer.sync(version)
                 version += 1
         finally:
-            if transport == "shards":
-                syncer.close()
+            syncer.close()
     return desk.released if desk else None
 
 

@@ -60,17 +60,18 @@ class Traffic:
             raise
 
     def run(self, parcels: Parcels, deadline: Deadline) -> None:
-        """All steps once.
+        """All steps once. Whatever it raises, `close` the traffic then, so that the others notice at once.
 
         Raises:
-            LinkBroken: names the other end. All links are closed then, so that the others notice at once.
-            DeadlineExceeded: likewise.
+            LinkBroken: names the hop.
+            DeadlineExceeded: between two steps.
         """
-        try:
-            _run(self.member, self.steps, self._links, parcels, deadline)
-        except BaseException:
-            self.close()
-            raise
+        _run(self.member, self.steps, self._links, parcels, deadline)
+
+    def abort(self) -> None:
+        """From another thread: `run` ends as LinkBroken at once."""
+        for link in list(self._links.values()):
+            link.abort()
 
     def close(self) -> None:
         while self._links:
@@ -80,7 +81,7 @@ class Traffic:
 def _run(
     member: int, steps: Sequence[Step], links: Mapping[tuple[bool, int], Link], parcels: Parcels, deadline: Deadline
 ) -> None:
-    ahead = _posted(steps, links, parcels)
+    ahead = _posted(member, steps, links, parcels)
     posted: deque[Operation] = deque()
     sending: deque[tuple[Operation, Step]] = deque()
 
@@ -106,11 +107,15 @@ def _run(
         settle(*sending.popleft())
 
 
-def _posted(steps: Sequence[Step], links: Mapping[tuple[bool, int], Link], parcels: Parcels) -> Iterator[Operation]:
+def _posted(
+    member: int, steps: Sequence[Step], links: Mapping[tuple[bool, int], Link], parcels: Parcels
+) -> Iterator[Operation]:
     """Begins the next receive each time it is asked."""
     for step in steps:
         if not step.sends:
-            yield links[False, step.peer].receive(parcels.incoming(step.parcel, step.nbytes))
+            with _named(member, step):
+                operation = links[False, step.peer].receive(parcels.incoming(step.parcel, step.nbytes))
+            yield operation
 
 
 @contextmanager
@@ -120,7 +125,8 @@ def _named(member: int, step: Step) -> Iterator[None]:
         yield
     except LinkBroken as error:
         ends = (member, step.peer) if step.sends else (step.peer, member)
-        raise LinkBroken(f"{ends[0]} → {ends[1]}, parcel {step.parcel}: {error}") from None
+        problem = f"{ends[0]} → {ends[1]}, parcel {step.parcel}: {error}"
+        raise LinkBroken(problem, error.stood_still, (*ends, step.parcel)) from None
 
 
 Arrived = Callable[[int, torch.Tensor], None]

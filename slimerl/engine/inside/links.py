@@ -9,6 +9,7 @@ its own, else gloo); one-sided carriers such as NIXL or Mooncake could.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,11 +17,27 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from slimerl.engine.inside.weight_group import failures_raise, first_line, own_address_towards
-from slimerl.resilience.deadline import Deadline
+from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 
 
 class LinkBroken(RuntimeError):
     """The other end is gone, stands still, or cannot be reached. This process is not to blame."""
+
+    def __init__(self, problem: str, stood_still: bool = False, hop: tuple[int, int, int] | None = None) -> None:
+        """
+        Args:
+            stood_still: the time was over; else the link was closed.
+            hop: sender, receiver and parcel; the parcel is -1 while links are opened.
+        """
+        super().__init__(problem)
+        self.stood_still, self.hop = stood_still, hop
+
+
+def broken_report(error: LinkBroken | DeadlineExceeded) -> dict[str, Any]:
+    """What a member tells the coordinator. `late`: its own work took too long, it waited for nobody."""
+    if isinstance(error, LinkBroken):
+        return {"ok": True, "broken": str(error), "stood_still": error.stood_still, "late": False, "hop": error.hop}
+    return {"ok": True, "broken": str(error), "stood_still": False, "late": True, "hop": None}
 
 
 class Operation(Protocol):
@@ -41,9 +58,18 @@ class Link(Protocol):
     def receive(self, flat: torch.Tensor) -> Operation:
         """Begin to receive as many bytes. Raises LinkBroken."""
 
+    def abort(self) -> None:
+        """From another thread: what is under way, and whatever is begun later, ends as LinkBroken at once."""
+
     def close(self) -> None:
         """The other end notices at once."""
 
+
+_ABORT_TAG = 1
+"""Of an operation that nobody answers; parcels have 0."""
+
+_ROUNDING_S = 0.01
+"""By so much carriers may give up before their time is over."""
 
 OpenLink = Callable[[int, int], Link]
 """This member's end of the link (sender, receiver). Raises LinkBroken."""
@@ -77,7 +103,9 @@ class GroupLinks:
         except (OSError, RuntimeError) as error:
             other = receiver if rank == 0 else sender
             raise LinkBroken(
-                f"member {other} did not open its end of {sender} → {receiver}: {first_line(error)}"
+                f"member {other} did not open its end of {sender} → {receiver}: {first_line(error)}",
+                self._opening.remaining_s < _ROUNDING_S,
+                (sender, receiver, -1),
             ) from None
         return _GroupLink(group, 1 - rank, self._device)
 
@@ -100,6 +128,17 @@ class _GroupLink:
         except RuntimeError as error:
             raise LinkBroken(first_line(error)) from None
 
+    def abort(self) -> None:
+        group = self._group
+        if group is None:
+            return
+        if self.device.type == "cuda":
+            group.abort()
+            return
+        # gloo has no other way: a wait that ends in vain closes its connection, for all who wait on it.
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1, dtype=torch.uint8)], self._other, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
@@ -112,12 +151,13 @@ class _GroupOperation:
         self._work, self._flat = work, flat
 
     def wait(self, seconds: float) -> None:
+        deadline = Deadline("the other end of a link", max(seconds, 0.001))
         try:
-            self._work.wait(timedelta(seconds=max(seconds, 0.001)))
+            self._work.wait(timedelta(seconds=deadline.seconds))
             if self._flat.is_cuda:
                 torch.cuda.current_stream().synchronize()
         except RuntimeError as error:
-            raise LinkBroken(first_line(error)) from None
+            raise LinkBroken(first_line(error), deadline.remaining_s < _ROUNDING_S) from None
 
 
 def _interface(host: str) -> Any:

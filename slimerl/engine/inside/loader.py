@@ -57,8 +57,14 @@ class DirtyPadding(ValueError):
 
 def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """SGLang's entry: runs in each engine rank's scheduler, while generation stands still."""
-    message: Message = json.loads(named_tensors[0][1].cpu().numpy().tobytes())
-    rank = tensor_rank()
+    try:
+        message: Message = json.loads(named_tensors[0][1].cpu().numpy().tobytes())
+        reply, rank = message["reply"], tensor_rank()
+        sender = f"{reply['host']}:{reply['port']}"
+    except Exception:
+        # Nobody is known to report to: the sender misses the report, and names this engine.
+        logger.exception("slimerl: this is no message, or the rank does not know its number")
+        return
     report: Report
     try:
         with torch.no_grad():
@@ -69,9 +75,13 @@ def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
         # Not this rank's fault: the sender finds out whose, and tries again without it.
         report = {"ok": True, "broken": str(error)}
     except Exception as error:
-        logger.exception("slimerl: %s failed", message["op"])
+        logger.exception("slimerl: %s failed", message.get("op"))
         report = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-    _answer(message["reply"], rank, report)
+    try:
+        _answer(reply, rank, report)
+    except Exception:
+        # The sender is gone or does not answer: it will miss this report, and name this engine.
+        logger.exception("slimerl: rank %d could not report to %s", rank, sender)
 
 
 def tensor_rank() -> int:
@@ -85,12 +95,8 @@ def tensor_rank() -> int:
 
 
 def _answer(reply: Message, rank: int, report: Report) -> None:
-    try:
-        store = connect_store(reply["host"], reply["port"], reply["timeout_s"])
-        store.set(f"{reply['key']}/{rank}", json.dumps(report))
-    except (RuntimeError, OSError):
-        # The sender is gone or does not answer: it will miss this report, and name this engine.
-        logger.exception("slimerl: rank %d could not report to %s:%d", rank, reply["host"], reply["port"])
+    store = connect_store(reply["host"], reply["port"], reply["timeout_s"])
+    store.set(f"{reply['key']}/{rank}", json.dumps(report))
 
 
 def _describe(model: torch.nn.Module, _message: Message, _rank: int) -> Report:

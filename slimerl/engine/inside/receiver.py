@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from slimerl.engine.inside.carry import Relay, Staged, Step, Traffic
-from slimerl.engine.inside.links import GroupLinks, LinkBroken
+from slimerl.engine.inside.links import GroupLinks, LinkBroken, broken_report
 from slimerl.engine.inside.mailbox import CoordinatorGone, Mailbox
 from slimerl.engine.inside.parcels import Contents, box_of, checksum, decode, encode, write
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
@@ -72,8 +72,15 @@ class Receiver:
         return self._placements
 
     def close(self) -> None:
-        """Until the thread has ended; from now on it writes nothing."""
+        """Until the thread has ended; from now on it writes nothing.
+
+        A transfer that is under way ends at once: it would hold its buffer as long as it waited for a sender that is
+        gone, beside the buffer of the next receiver.
+        """
         self._stop.set()
+        traffic = self._traffic  # the thread may close it meanwhile
+        if traffic is not None:
+            traffic[1].abort()
         self._mailbox.wake()
         self._thread.join(_JOIN_S)
         self._staging = None
@@ -99,27 +106,34 @@ class Receiver:
     def _serve(self) -> None:
         try:
             with torch.no_grad(), _own_stream(self._model):
-                while True:
+                while not self._stop.is_set():
                     order = self._mailbox.next_order()
                     if self._stop.is_set() or order["op"] == "end":
                         return
-                    self._mailbox.report(self._obey(order))
+                    self._answer(order)
         except CoordinatorGone as gone:
             logger.info("slimerl: the receiver of weights ends: %s", gone)
         finally:
             self._close_traffic()
             self._staging = None
 
+    def _answer(self, order: Message) -> None:
+        """First the report, which is waited for; then the links, of which many take long to close, so that the others
+        notice."""
+        report = self._obey(order)
+        if not self._stop.is_set():
+            self._mailbox.report(report)
+        if "broken" in report or not report["ok"]:
+            self._close_traffic()
+
     def _obey(self, order: Message) -> Message:
         try:
             report = {"contents": self._take_contents, "transfer": self._transfer}[order["op"]](order)
             return {"ok": True, **report}
         except (LinkBroken, DeadlineExceeded) as error:
-            self._close_traffic()
-            return {"ok": True, "broken": str(error)}
+            return broken_report(error)
         except Exception as error:
             logger.exception("slimerl: %s failed", order["op"])
-            self._close_traffic()
             return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
     def _take_contents(self, order: Message) -> Message:
@@ -150,6 +164,8 @@ class Receiver:
         self._done, self._checksums, self._written = None, {}, 0
         self._weights = live_weights(self._model)
         traffic = self._opened(order)
+        if self._stop.is_set():  # too early for `close` to abort it
+            raise LinkBroken("the receiver was closed")
         device = _device_of(order["backend"])
         parcels = (
             Relay(traffic.steps, self._stored, device)
