@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,4 +130,9 @@ def interrupt(run: Run) -> None:
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """Entries that no process uses. Others may belong to tests beside this one."""
+    names, used = set(os.listdir("/dev/shm")), set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            used |= {Path(region.path).name for region in process.memory_maps() if region.path.startswith("/dev/shm/")}
+    return {name for name in names - used if Path("/dev/shm", name).exists()}
