@@ -55,6 +55,7 @@ class Run:
     spec: Path
     process: subprocess.Popen[str]
     seen: dict[int, psutil.Process] = field(default_factory=dict)
+    shared_memory: set[str] = field(default_factory=set)
 
     @property
     def directory(self) -> Path:
@@ -68,6 +69,13 @@ class Run:
             return []
         self.seen.update((process.pid, process) for process in alive)
         return alive
+
+    def note_shared_memory(self) -> None:
+        """What processes of the run have mapped now must not outlive them."""
+        for process in self.tree():
+            with suppress(psutil.Error, OSError):
+                paths = [region.path for region in process.memory_maps()]
+                self.shared_memory |= {path for path in paths if path.startswith("/dev/shm/")}
 
     def find(self, text: str) -> psutil.Process:
         """The first process of the run whose command line contains `text`."""
@@ -83,6 +91,7 @@ class Run:
             return any(record["step"] >= step for record in read_records(self.directory / "metrics.jsonl"))
 
         Deadline(f"step {step}", RUN_S).wait_until(reached)
+        self.note_shared_memory()
 
     def finish(self, within_s: float = RUN_S) -> tuple[int, str]:
         """Exit code and output."""
@@ -91,12 +100,13 @@ class Run:
         return self.process.returncode, output
 
     def left_behind(self) -> list[str]:
-        """Command lines of processes that were part of the run and still run."""
-        return [
+        """Command lines of processes that were part of the run and still run, and shared memory that they had."""
+        processes = [
             " ".join(process.cmdline())
             for process in self.seen.values()
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         ]
+        return processes + [path for path in sorted(self.shared_memory) if Path(path).exists()]
 
 
 def start(spec: Path, *overrides: str, keep_record: bool = False, fresh: bool = True) -> Run:
@@ -127,12 +137,3 @@ def _heed_interrupts() -> None:
 def interrupt(run: Run) -> None:
     """What Ctrl-C does."""
     run.process.send_signal(signal.SIGINT)
-
-
-def shared_memory() -> set[str]:
-    """Entries that no process uses. Others may belong to tests beside this one."""
-    names, used = set(os.listdir("/dev/shm")), set()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            used |= {Path(region.path).name for region in process.memory_maps() if region.path.startswith("/dev/shm/")}
-    return {name for name in names - used if Path("/dev/shm", name).exists()}
