@@ -137,7 +137,7 @@ def test_r1_gigabytes_of_output_reach_nobody():
 
 def test_r1_garbage_on_the_protocol_channel_costs_only_the_worker():
     """Fault: the scorer writes endlessly to every descriptor it can find."""
-    outcome, replaced = asyncio.run(judged("floods_every_descriptor"))
+    outcome, replaced = asyncio.run(judged("floods_every_descriptor", timeout_s=30.0))
     assert isinstance(outcome, Failed)
     assert outcome.reason == "garbled"
     assert replaced == 1

@@ -13,7 +13,7 @@ from slimerl.spec.schema import ParallelSpec
 
 PROMPT = [10, 20, 30, 40, 50]
 LAYERS = 4
-"""One for each chunk of PP2×VPP2."""
+"""Dense ones and such with experts."""
 
 
 def generated_by(engine):
@@ -30,14 +30,12 @@ def logprobs_of(checkpoint, tokens):
 
 
 GRIDS = {
-    "PP2×VPP2": (ParallelSpec(pipeline=2, virtual=2), True, 1),
     "EP2×DP2, unstaged": (ParallelSpec(data=4, expert=2), False, 1),
     "EP2×TP1, staged": (ParallelSpec(data=2, expert=2), True, 1),
 }
 """Grid, into a staging buffer, GPUs of a node. On one node two engines share what comes in; on nodes of one GPU they
 relay it to each other."""
 ENGINES = {
-    ("qwen3", 1): ["PP2×VPP2"],
     ("deepseek_v3", 1): ["EP2×DP2, unstaged", "EP2×TP1, staged"],
 }
 

@@ -15,6 +15,8 @@ LAYERS = 4
 """One for each chunk of PP2×VPP2."""
 TRANSPORTS = [(name, False) for name in ("ipc", "broadcast", "disk", "delta", "shards")] + [("shards", True)]
 """Name, and whether into a staging buffer."""
+SYNCS = 9
+"""One by each, and another by those that keep something of the first."""
 GRIDS = {
     "qwen3": {"TP2×PP2": ParallelSpec(tensor=2, pipeline=2), "PP2×VPP2": ParallelSpec(pipeline=2, virtual=2)},
     "qwen3_moe": {
@@ -44,7 +46,7 @@ def test_every_transport_brings_every_grid_to_both_engines(ranks, engines, tmp_p
         for number, (grid, parallel) in enumerate(GRIDS[family].items(), start=2 * size):
             turned = TRANSPORTS[number:] + TRANSPORTS[:number]
             trained = make_tiny_model(family, tmp_path / grid, seed=number, num_hidden_layers=LAYERS)
-            first, changes = 100 * number, 2 * len(turned)
+            first, changes = 100 * number, SYNCS
             arguments = trained, parallel, infos, tmp_path, turned, first
             released = ranks.run(parallel.world_size, sync_by_each, *arguments)[0]
             versions = range(first, first + changes)
