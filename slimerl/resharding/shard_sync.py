@@ -135,21 +135,13 @@ class ShardSyncer:
             lease = WeightLease(control, version, self._timeout_s, self._timeout_s * CALL_SHARE)
         # From here on the lease runs: pause and open take of the transfer's time.
         deadline = self._transfer_deadline(version)
-        problem: str | None = f"the update to version {version} was not finished"
-        try:
+        with lease.updating(clock):
             lead = self._leading(lease)
             begun = time.monotonic()
             lead.write(version, lease, outcome, deadline, clock)
             with clock("resume"):
                 lease.serve()
             clock.seconds["stall"] = time.monotonic() - begun
-            problem = None
-        except Exception as error:
-            problem = f"{problem}: {error}"
-            raise
-        finally:
-            with clock("release"):
-                lease.end(problem)
         return dict(clock.seconds)
 
     def _transfer_deadline(self, version: int) -> Deadline:

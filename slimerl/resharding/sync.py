@@ -76,6 +76,20 @@ class WeightLease:
         self.fleet.flush_cache()
         self.fleet.continue_generation()
 
+    @contextmanager
+    def updating(self, clock: PhaseClock) -> Iterator[None]:
+        """The whole update is inside; the hold is released however it ends, with no whole engine where it raised."""
+        problem: str | None = f"the update to version {self.version} was not finished"
+        try:
+            yield
+            problem = None
+        except Exception as error:
+            problem = f"{problem}: {error}"
+            raise
+        finally:
+            with clock("release"):
+                self.end(problem)
+
     def end(self, problem: str | None = None) -> None:
         """Release the hold.
 
@@ -185,18 +199,10 @@ class WeightSyncer:
         clock = PhaseClock()
         with clock("hold"):
             lease = self.hold(version, self._timeout_s)
-        problem: str | None = f"the update to version {version} was not finished"
-        try:
+        with lease.updating(clock):
             self._write(version, lease.fleet, buckets, clock)
             with clock("commit"):
                 lease.serve()
-            problem = None
-        except Exception as error:
-            problem = f"{problem}: {error}"
-            raise
-        finally:
-            with clock("release"):
-                lease.end(problem)
         return dict(clock.seconds)
 
     def _write(
