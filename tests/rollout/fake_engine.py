@@ -27,6 +27,16 @@ def hashed_tokens(prompt: Sequence[int], seed: int) -> list[int]:
     return [3 + byte % (VOCABULARY - 3) for byte in digest[1 : 1 + digest[0] % 12]] + [STOP]
 
 
+LONG = 12
+"""Tokens of every sample that `go_on` answers."""
+
+
+def go_on(tokens: Sequence[int], seed: int) -> list[int]:
+    """As of an engine whose draws are keyed by position: the rest of what one request would have given. The prompt has
+    two tokens."""
+    return [3 + (31 * tokens[1] + seed + at) % 90 for at in range(len(tokens) - 2, LONG)]
+
+
 class FakeEngine:
     """`faults` are used up one per request: "500", "400", "drop", "hang", "abort", "empty", "garbage"."""
 

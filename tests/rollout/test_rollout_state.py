@@ -1,10 +1,11 @@
 """The rollout role's part of a checkpoint: another process goes on with the same prompts, samples and books."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from fake_engine import LONG, go_on
 from scene import Scene, rollout
 
 from slimerl.rewards.outcome import Failed, Scored
@@ -170,16 +171,6 @@ def test_c1_the_finished_samples_of_an_open_group_are_kept_and_what_was_generate
     assert {one.sample_id: one for one in unfinished} == {one: payloads[one] for one in missing}
     assert [one for one in metas if one.startswith(f"{open_groups[0].group_id}/")] == open_groups[0].sample_ids
     assert payloads.keys() == kept.keys() | missing, "what was dropped is not made again"
-
-
-LONG = 12
-"""Tokens of every sample."""
-
-
-def go_on(tokens: Sequence[int], seed: int) -> list[int]:
-    """As of an engine whose draws are keyed by position: the rest of what one request would have given."""
-    prompt, done = tokens[:2], len(tokens) - 2
-    return [3 + (31 * prompt[1] + seed + at) % 90 for at in range(done, LONG)]
 
 
 def test_c1_tokens_of_unfinished_samples_survive_a_restart_and_are_gone_on_from():

@@ -1,10 +1,11 @@
 """Holds: the trainer gets idle engines, and its end never leaves them held or half written in service."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from fake_engine import LONG, go_on
 from scene import Scene, rollout
 
 from slimerl.resilience.deadline import DeadlineExceeded
@@ -115,9 +116,6 @@ def test_a4_running_requests_go_on_under_the_new_weights_each_token_with_its_ver
 def test_a4_requests_cut_off_by_new_weights_are_sent_again_with_their_tokens():
     """Injected: a pause that aborts, twice."""
 
-    def go_on(tokens: Sequence[int], seed: int) -> list[int]:
-        return [3 + (31 * tokens[1] + seed + at) % 90 for at in range(len(tokens) - 2, 12)]
-
     async def scene(made: Scene) -> None:
         made.engines[0].answer = go_on
         await sync(made, 0)
@@ -142,7 +140,7 @@ def test_a4_requests_cut_off_by_new_weights_are_sent_again_with_their_tokens():
             assert tokens[2:] == go_on(tokens[:2], seeds[payload.sample_id]), "as if nothing had come between"
             assert unpack_array(payload.versions, "int32").tolist() == [0] * 6 + [1] * 3 + [2] * 3
 
-    play(scene, engines=1, max_new_tokens=12)
+    play(scene, engines=1, max_new_tokens=LONG)
 
 
 def test_a4_requests_that_wait_in_an_engine_with_spoilt_weights_move_to_another():
