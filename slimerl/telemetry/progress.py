@@ -7,6 +7,7 @@ Where standard output is no terminal, one plain line per step is printed instead
 import json
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ class ProgressView:
     """`update()` now and then; it draws what is new since the last call."""
 
     def __init__(self, run_dir: Path, steps: int, console: Console) -> None:
-        self._console = console
+        self._console, self._steps = console, steps
+        self._first: dict[str, Any] | None = None
         self._events = Tail(run_dir / EVENTS_FILE, from_end=True)
         self._metrics = Tail(run_dir / METRICS_FILE, from_end=True)
         self._bar = Progress(
@@ -97,7 +99,18 @@ class ProgressView:
         if "train/loss" in record:
             self._bar.update(self._task, completed=record["step"], figures=figures)
         if figures and not self._console.is_terminal:
-            self._console.print(f"step {record['step']:>4}  {figures}", highlight=False, soft_wrap=True)
+            line = f"step {record['step']:>4}/{self._steps}  {figures}{self._left(record)}"
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def _left(self, record: dict[str, Any]) -> str:
+        """The time that the remaining steps take if they are as long as those since this view began."""
+        if self._first is None:
+            self._first = record
+        done = record["step"] - self._first["step"]
+        if done <= 0:
+            return ""
+        seconds = (record["time"] - self._first["time"]) / done * (self._steps - record["step"])
+        return f"  left {timedelta(seconds=round(seconds))}"
 
 
 def figures_line(record: dict[str, Any]) -> str:

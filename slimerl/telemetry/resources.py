@@ -2,7 +2,8 @@
 
 Flows in: /proc, and CUDA's allocator where this process uses it. Flows out: RUN_DIR/resources/ROLE.json, replaced as a
 whole; the trainer's first rank collects them into the metrics of its step:
-    memory/KIND_rss_gib, memory/KIND_peak_gib, process/KIND_fds, process/KIND_threads, memory/KIND_cuda_…_gib
+    memory/KIND_rss_gib, memory/KIND_peak_gib, memory/KIND_heap_gib, process/KIND_fds, process/KIND_threads,
+    memory/KIND_cuda_…_gib
 KIND is the role without its number, the figure the largest of its processes. Memory that two processes share is counted
 in each. A file is better than a message here: it needs no connection from the engines, and the run directory is shared.
 """
@@ -39,7 +40,7 @@ class ResourceMeter:
 
     def publish(self) -> None:
         """Look and write. A disk that is full is worth a warning, not the role."""
-        figures = usage(os.getpid()) | cuda_usage()
+        figures = usage(os.getpid()) | heap_usage() | cuda_usage()
         trace.counter("memory GiB", {name: value for name, value in figures.items() if name.endswith("_gib")})
         part = self._path.with_suffix(".part")
         try:
@@ -82,6 +83,15 @@ def usage(pid: int) -> dict[str, float]:
         totals["threads"] += _field(status, "Threads")
         totals["fds"] += descriptors
     return totals
+
+
+def heap_usage() -> dict[str, float]:
+    """Of this process: `heap_gib`, what its allocator has given out and not got back. The resident pages are more: it
+    keeps freed ones for later. Nothing where the C library does not tell."""
+    if not hasattr(psutil, "heap_info"):
+        return {}
+    heap = psutil.heap_info()
+    return {"heap_gib": (heap.heap_used + heap.mmap_used) / GIB}
 
 
 def cuda_usage() -> dict[str, float]:

@@ -14,6 +14,7 @@ from slimerl.spec import RunSpec
 from slimerl.training.alarms import Alarms
 from slimerl.training.checkpoint.write import SaveFailed
 from slimerl.training.clock import Log, StepClock
+from slimerl.training.memory import return_freed_memory
 from slimerl.training.source import Source
 from slimerl.training.step import PolicyTrainer
 
@@ -141,6 +142,7 @@ def train(run: Run) -> None:
         figures |= run.checkpoints.take_figures()
         figures |= alarms.check(step, figures)
         run.log.metrics(step, figures)
+        return_freed_memory(step)
         if run.turns is None:
             # after the record: what a checkpoint has seen, the record has
             _checkpoint(run, clock, step, at_the_end)

@@ -13,6 +13,8 @@ many are kept, `KEPT_KERNELS`.
 import ctypes
 import os
 
+import psutil
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """From <malloc.h>."""
 
@@ -24,6 +26,9 @@ FREE_BYTES = 512 * 2**20
 
 KEPT_KERNELS = 16
 """By each cache; a pack of a dense model takes 15. Measured: 64 let the heap grow still, none cost 6 % of the time."""
+
+RETURN_STEPS = 10
+"""Giving memory back takes about 10 ms, and the next step some faults."""
 
 
 def keep_freed_memory() -> None:
@@ -38,3 +43,12 @@ def bound_kernel_caches() -> None:
     """For this process; to be called before its first matrix product. What the user has set stays."""
     for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(variable, str(KEPT_KERNELS))
+
+
+def return_freed_memory(step: int) -> None:
+    """To the kernel, every `RETURN_STEPS` steps: what lies between the kernels and tensors that are kept.
+
+    The heap is full of holes of the sizes of earlier packs; a pack of another size takes new memory.
+    """
+    if step % RETURN_STEPS == 0 and hasattr(psutil, "heap_trim"):
+        psutil.heap_trim()

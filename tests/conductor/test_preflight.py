@@ -152,8 +152,8 @@ CASES = {
     "missing model": (
         ["model.path=nowhere"],
         nothing,
-        "model.path: nowhere: nowhere/config.json: cannot be read ([Errno 2] No such file or directory: "
-        "'nowhere/config.json'); model.path must be a Hugging Face checkpoint directory",
+        "model.path: nowhere: there is no such directory; name a Hugging Face checkpoint (a relative path starts at "
+        "{home})",
     ),
     "missing weights": (
         [],

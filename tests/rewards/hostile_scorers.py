@@ -70,8 +70,10 @@ def prints(gib: str) -> Outcome:
 
 def floods_every_descriptor(_: str) -> Outcome:
     block = b"\xff" * 2**16
+    # the number of the channel may be any
+    inherited = [descriptor for descriptor in map(int, os.listdir("/proc/self/fd")) if descriptor > 2]
     while True:
-        for descriptor in range(3, 64):
+        for descriptor in inherited:
             try:
                 os.write(descriptor, block)
             except OSError:

@@ -135,9 +135,13 @@ def test_r1_gigabytes_of_output_reach_nobody():
     assert grown_mib < 64
 
 
-def test_r1_garbage_on_the_protocol_channel_costs_only_the_worker():
-    """Fault: the scorer writes endlessly to every descriptor it can find."""
-    outcome, replaced = asyncio.run(judged("floods_every_descriptor", timeout_s=30.0))
+@pytest.mark.parametrize("open_files", [0, 100])
+def test_r1_garbage_on_the_protocol_channel_costs_only_the_worker(open_files):
+    """Fault: the scorer writes endlessly to every descriptor it can find; with files open here, a higher number."""
+    with contextlib.ExitStack() as files:
+        for _ in range(open_files):
+            files.enter_context(open(os.devnull, "rb"))
+        outcome, replaced = asyncio.run(judged("floods_every_descriptor", timeout_s=30.0))
     assert isinstance(outcome, Failed)
     assert outcome.reason == "garbled"
     assert replaced == 1

@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
-from slimerl.telemetry.resources import GIB, ResourceMeter, collect, usage
+from slimerl.telemetry.resources import GIB, ResourceMeter, collect, heap_usage, usage
 from slimerl.telemetry.slopes import robust_slope
 
 THREADS = 3
@@ -33,6 +33,15 @@ def test_memory_and_threads_of_a_process_are_those_that_psutil_tells():
         assert found["threads"] == told.num_threads() == 1 + THREADS
         assert found["fds"] == told.num_fds()
         child.stdin.close()
+
+
+def test_what_the_allocator_has_given_out_is_told_apart_from_pages_that_it_keeps():
+    before = heap_usage()["heap_gib"]
+    held = [bytes(64 * 2**10) for _ in range(1024)]
+    during = heap_usage()["heap_gib"]
+    held.clear()
+    assert during - before == pytest.approx(1 / 16, rel=0.05)
+    assert heap_usage()["heap_gib"] == pytest.approx(before, abs=0.002)
 
 
 def test_what_descendants_take_is_their_roles():

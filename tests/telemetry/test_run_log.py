@@ -48,7 +48,15 @@ def test_without_a_terminal_each_step_is_one_line(tmp_path):
     out = io.StringIO()
     with ProgressView(tmp_path, 2, Console(file=out, force_terminal=False)), RunLog(tmp_path) as log:
         log.metrics(1, {"train/loss": 0.25, "rollout/accuracy": 0.5})
-    assert "step    1  accuracy 50.0%  loss 0.2500" in out.getvalue()
+    assert out.getvalue() == "step    1/2  accuracy 50.0%  loss 0.2500\n"
+
+
+def test_without_a_terminal_each_line_says_how_long_the_rest_will_take(tmp_path):
+    out = io.StringIO()
+    with ProgressView(tmp_path, 100, Console(file=out, force_terminal=False)):
+        records = ({"step": step, "time": 1000.0 + 90 * step, "train/loss": 0.25} for step in (7, 8, 10))
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert [line.partition("left ")[2] for line in out.getvalue().splitlines()] == ["", "2:18:00", "2:15:00"]
 
 
 def test_the_final_table_holds_first_and_last_values(tmp_path):

@@ -43,6 +43,8 @@ def flat_step(number):
     return {
         "time/step": 2.0 + 0.3 * (number % 5),
         "memory/trainer_rss_gib": (0.5 if number < 5 else 1.0) + 0.01 * (number % 3),
+        "memory/trainer_heap_gib": 0.2 + 0.01 * (number % 3),
+        "memory/engine_rss_gib": 1.6,
         "process/rollout_fds": 200.0 + number % 2,
         "process/rollout_threads": 6.0,
     }
@@ -52,13 +54,15 @@ def test_a_run_that_goes_up_and_down_is_flat(tmp_path):
     write_record(tmp_path, [flat_step(number) for number in range(50)])
     result = invoked(soak.main, "--record", tmp_path)
     assert result.exit_code == 0, result.output
-    assert result.output.count("flat") == 4 + 1, "four figures, and the title"
+    assert result.output.count("flat") == 6 + 1, "six figures, and the title"
 
 
 @pytest.mark.parametrize(
     ("figure", "each_step"),
     [
-        ("memory/trainer_rss_gib", 0.002),
+        ("memory/trainer_rss_gib", 0.004),
+        ("memory/trainer_heap_gib", 0.0005),
+        ("memory/engine_rss_gib", 0.002),
         ("process/rollout_fds", 0.2),
         ("process/rollout_threads", 0.1),
         ("time/step", 0.02),

@@ -7,6 +7,7 @@ Invariant: a stand-in that SGLang does call raises and names itself; nothing com
 
 import importlib.abc
 import importlib.machinery
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -92,6 +93,19 @@ def _do_not_pin_host_memory(module: ModuleType) -> None:
     module._cuda_host_register = nothing  # type: ignore[attr-defined]
 
 
+def _fork_workers(module: ModuleType) -> None:
+    """Spawned, each worker would import SGLang once more: 5 s of a core, for two to five of them. Forked, it has what
+    the first process has imported, which has no thread yet and holds nothing of a device."""
+    stock: Callable[[Any], None] = module._set_envs_and_config
+
+    def then_fork(server_args: Any) -> None:
+        stock(server_args)
+        if server_args.dp_size == 1:  # else threads of another process start them
+            multiprocessing.set_start_method("fork", force=True)
+
+    module._set_envs_and_config = then_fork  # type: ignore[attr-defined]
+
+
 def _dispatch_latent_attention(module: ModuleType) -> None:
     """DeepSeek: `torch_native` has no handler and would fall back to triton's."""
     module.AttentionBackendRegistry.register("torch_native", lambda _attention, _batch: module.AttnForwardMethod.MLA)
@@ -105,4 +119,5 @@ def install() -> None:
     sys.meta_path.insert(0, _StandInFinder())
     after_import("sglang.srt.mem_cache.pool_host.common", _do_not_pin_host_memory)
     after_import("sglang.srt.models.deepseek_common.attention_backend_handler", _dispatch_latent_attention)
+    after_import("sglang.srt.entrypoints.engine", _fork_workers)
     install_keyed_sampler()
