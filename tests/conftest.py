@@ -1,5 +1,6 @@
 """What all tests share, and which of them may run beside each other."""
 
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -7,6 +8,10 @@ from pathlib import Path
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+from slimerl.resilience.name_lookups import bounded_lookups
+
+os.environ.update(bounded_lookups())
 
 pytest_plugins = ["rank_fixtures", "engine_fixtures"]
 

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slimerl.resilience.name_lookups import bounded_lookups
 from slimerl.spec import RunSpec
 
 
@@ -48,6 +49,7 @@ def _threads(count: int) -> dict[str, str]:
     that spin while they wait would take them from the role that works."""
     return {
         **os.environ,
+        **bounded_lookups(),
         "OMP_NUM_THREADS": str(count),
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONUNBUFFERED": "1",

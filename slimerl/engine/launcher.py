@@ -26,6 +26,7 @@ from slimerl.engine.local_resources import LOOPBACK, PrivateDirectory, ReservedP
 from slimerl.engine.nccl_settings import NCCL_SETTINGS
 from slimerl.engine.protocol import LOADER, UNVERIFIED_VERSION, SamplingParams
 from slimerl.resilience.deadline import Deadline
+from slimerl.resilience.name_lookups import bounded_lookups
 from slimerl.resilience.processes import end_tree
 from slimerl.spec import RunSpec
 from slimerl.spec.schema import EngineSpec
@@ -155,6 +156,7 @@ def server_environment(spec: RunSpec, device: Device, key: str, private_dir: Pat
         KEY_VARIABLE: key,
         "TMPDIR": str(private_dir),
         "TOKENIZERS_PARALLELISM": "false",
+        **bounded_lookups(),
         # /health then answers from the server's state, also while paused, instead of generating a token each time.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }

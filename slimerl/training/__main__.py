@@ -22,6 +22,7 @@ from slimerl.resharding.families import ConfigError
 from slimerl.resharding.hf_checkpoint import CheckpointError
 from slimerl.resharding.layouts import LayoutError
 from slimerl.resilience.deadline import Deadline
+from slimerl.resilience.name_lookups import bounded_lookups
 from slimerl.resilience.processes import die_with_parent
 from slimerl.resilience.tied import tied_parent
 from slimerl.samples.rows import DataError
@@ -45,6 +46,7 @@ def main(arguments: list[str]) -> int:
     """Run one rank of the trainer; returns its exit code."""
     die_with_parent(tied_parent())
     end_on_sigterm()
+    os.environ.update(bounded_lookups())
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if not arguments:
         print("usage: python -m slimerl.training SPEC [KEY=VALUE]…", file=sys.stderr)

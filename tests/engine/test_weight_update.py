@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -271,6 +272,21 @@ def test_w7_fifty_updates_leave_memory_descriptors_and_threads_as_they_were(
     grown = [process.memory_info().rss - then for process, then in zip(processes, memory, strict=True)]
     # A leaked bucket (0.5 MiB) a time would be 25 MiB.
     assert max(grown) < 12 * 2**20, grown
+
+
+def test_a_paused_engine_takes_no_core_from_the_trainer(engine_of_two: RunningEngine) -> None:
+    """A rank that asked for work all the time would take one each."""
+
+    def seconds_taken() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in _processes(engine_of_two))
+
+    with EngineFleet([engine_of_two.info], 30.0) as fleet:
+        fleet.pause()
+        before = seconds_taken()
+        time.sleep(2.0)
+        taken = seconds_taken() - before
+        fleet.continue_generation()
+    assert taken < 0.5
 
 
 def test_w12_an_engine_that_is_gone_is_dropped_by_name_and_the_others_go_on(engine: RunningEngine) -> None:

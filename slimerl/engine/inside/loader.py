@@ -29,11 +29,12 @@ from slimerl.engine.inside.cuda_bucket import gpu_uuid, visible_gpus
 from slimerl.engine.inside.digest import digest
 from slimerl.engine.inside.receiver import open_receiver, the_receiver
 from slimerl.engine.inside.sources import join_group, leave_group, read_source
-from slimerl.engine.inside.store import connect_store
+from slimerl.engine.inside.store import KeptStore
 from slimerl.engine.inside.watched import WriteLog
 from slimerl.engine.inside.weight_group import GroupBroken
 
 logger = logging.getLogger(__name__)
+_the_store = KeptStore()
 
 Message = dict[str, Any]
 Report = dict[str, Any]
@@ -95,7 +96,7 @@ def tensor_rank() -> int:
 
 
 def _answer(reply: Message, rank: int, report: Report) -> None:
-    store = connect_store(reply["host"], reply["port"], reply["timeout_s"])
+    store = _the_store.at(reply["host"], reply["port"], reply["timeout_s"])
     store.set(f"{reply['key']}/{rank}", json.dumps(report))
 
 
@@ -133,7 +134,7 @@ def _leave(_model: torch.nn.Module, _message: Message, _rank: int) -> Report:
 
 def _patch(model: torch.nn.Module, message: Message, _rank: int) -> Report:
     reply = message["reply"]
-    store = connect_store(reply["host"], reply["port"], reply["timeout_s"])
+    store = _the_store.at(reply["host"], reply["port"], reply["timeout_s"])
     return patch.receive_patch(_weights(model), message, store)
 
 

@@ -28,6 +28,7 @@ def _prepare_process() -> None:
     after_import("sglang.srt.managers.load_snapshot", _keep_snapshots_in_private_directory)
     after_import("sglang.srt.entrypoints.engine", _keep_keys_out_of_the_log)
     after_import("sglang.srt.entrypoints.http_server", _do_not_call_before_listening)
+    after_import("sglang.srt.managers.scheduler", _sleep_while_paused)
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         from slimerl.engine.inside.cpu_shim import install
 
@@ -56,6 +57,18 @@ def _do_not_call_before_listening(module: ModuleType) -> None:
     """Without its warm-up SGLang calls its own /freeze_gc too early and logs a traceback; the launcher calls it."""
     nothing: Callable[[Any], None] = lambda _server_args: None  # noqa: E731
     module._freeze_gc_after_server_warmup = nothing  # type: ignore[attr-defined]
+
+
+def _sleep_while_paused(module: ModuleType) -> None:
+    """With --sleep-on-idle SGLang sleeps while it has no request, but not while it is paused: a core for each rank, all
+    through a weight update, that the trainer and the update itself lack where cores are few."""
+    stock: Callable[[Any], None] = module.Scheduler._record_scheduler_state_for_paused_engine
+
+    def then_sleep(scheduler: Any) -> None:
+        stock(scheduler)
+        scheduler.maybe_sleep_on_idle()
+
+    module.Scheduler._record_scheduler_state_for_paused_engine = then_sleep
 
 
 def main(argv: list[str]) -> None:
