@@ -17,12 +17,15 @@ pytest_plugins = ["rank_fixtures", "engine_fixtures"]
 
 FIXTURES = {"engines": re.compile(r"def \w+\([^)]*\bengines\b"), "ranks": re.compile(r"def \w+\([^)]*\branks\b")}
 """They start processes once for a worker of pytest-xdist: who uses one of them stays in one worker."""
-ROOMS = {"engine": "engines", "launch": "ranks", "run": "ranks"}
+ROOMS = {"engine": "engines", "launch": "roles", "run": "roles"}
 """Their tests start roles of their own: one after the other, since each fills the machine."""
+FIRST = ("engines", "ranks", "roles")
+"""The long lanes; files of other tests fill up what is left at the end."""
 
 
 class Lanes(LoadScopeScheduling):
-    """One worker has the tests with engines, another those with trainer ranks; whoever is free takes others by file."""
+    """One worker has the tests with engines, another those with trainer ranks; whoever is free takes those with roles,
+    then others by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -37,4 +40,13 @@ def lane_of(file: Path) -> str | None:
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
     """For `pytest -n 2`, as `launch/test.sh` has it."""
+    config.option.loadscopereorder = False  # the order is that of `pytest_collection_modifyitems`
     return Lanes(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        lane = lane_of(item.path)
+        return FIRST.index(lane) if lane in FIRST else len(FIRST)
+
+    items.sort(key=place)

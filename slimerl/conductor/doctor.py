@@ -131,7 +131,7 @@ def _cuda() -> Finding:
         names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         return Finding("CUDA", True, f"{torch.cuda.device_count()}: {names} (torch for CUDA {build})")
     if build is None:
-        fix = "with a GPU: pip install torch==2.13.0 from PyPI, and requirements-gpu.txt"
+        fix = "with a GPU: pip install torch==2.13.0 from PyPI, then --no-build-isolation -r requirements-gpu.txt"
         found = f"torch {torch.__version__} is built without CUDA"
     else:
         fix, found = "look at nvidia-smi and CUDA_VISIBLE_DEVICES", f"torch is built for CUDA {build}, but sees no GPU"

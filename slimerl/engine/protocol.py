@@ -106,6 +106,11 @@ class Generation:
     answer: dict[str, Any]
     """The rest of the server's answer."""
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, tokens whose KV the server had; 0 where it does not tell."""
+        return int(self.meta.get("cached_tokens") or 0)
+
 
 def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: str, extra: Mapping[str, Any]) -> dict:
     body = {

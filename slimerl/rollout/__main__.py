@@ -31,9 +31,11 @@ from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation
 from slimerl.rollout.judge import Judge
+from slimerl.rollout.kv_fleet import EngineModel
+from slimerl.rollout.kv_router import KvRouter
 from slimerl.rollout.loop_lag import LoopLag
 from slimerl.rollout.prompts import Prompt, PromptStream, read_rows, tokenize_rows
-from slimerl.rollout.router import LeastLoaded
+from slimerl.rollout.router import LeastLoaded, Router
 from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
 from slimerl.rollout.service import ControlService
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
@@ -130,7 +132,7 @@ async def _service(
 ) -> AsyncIterator[ControlService]:
     """The parts, put together."""
     rollout, training = spec.rollout, spec.training
-    router = LeastLoaded(rollout.max_running_requests)
+    router = build_router(spec)
     clients = EngineClients(spec.deadlines.request_s)
     dispatcher = Dispatcher(router, clients, spec.deadlines.request_s)
     judge = Judge(inputs.tokenizer.decode, reward, reads_prompt(spec.reward), reward.take_events)
@@ -167,6 +169,16 @@ async def _service(
         await dispatcher.close()
         await clients.close()
         judge.close()
+
+
+def build_router(spec: RunSpec) -> Router:
+    """As `rollout.router` says."""
+    requests = spec.rollout.max_running_requests
+    if spec.rollout.router == "least_loaded":
+        return LeastLoaded(requests)
+    # what an engine is able to do besides: the proportions of a GPU's
+    model = EngineModel(slots=requests, kv_tokens=spec.engine.max_total_tokens * spec.engine.data_parallel_attention)
+    return KvRouter(requests, spec.rollout.samples_per_prompt, model, clock=time.monotonic)
 
 
 def _evaluation_params(spec: RunSpec, params: SamplingParams) -> SamplingParams:

@@ -42,6 +42,10 @@ class GenerateRequest:
     group: str
     tokens: tuple[int, ...]
     params: SamplingParams
+    session: str = ""
+    """Of the requests that go on from each other's tokens; default: of this one alone."""
+    expected_new_tokens: int = 0
+    """0: as many as it may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +114,22 @@ class Dispatcher:
         """
         avoid: frozenset[str] = frozenset()
         for number in range(1, MAX_TRIES + 1):
-            query = Query(request.request_id, request.group, request.tokens, request.params.max_new_tokens, avoid)
-            slot = await self._acquire(query, urgent)
+            session = request.session or request.request_id
+            expected = request.expected_new_tokens or request.params.max_new_tokens
+            slot = await self._acquire(Query(session, request.group, request.tokens, expected, avoid), urgent)
+            generated = 0
             try:
                 if number == 1:
                     started()
-                return Completion(await self._try(slot, request), slot.engine_id, number)
+                generation = await self._try(slot, request)
+                generated = len(generation.tokens)
+                return Completion(generation, slot.engine_id, number)
             except _TryFailed as failure:
                 if not failure.again or number == MAX_TRIES:
                     raise GenerationFailed(request.request_id, failure.reason, str(failure)) from failure
                 logger.warning("%s failed on %s, tried again: %s", request.request_id, slot.engine_id, failure)
             finally:
-                self._release(slot)
+                self._release(slot, generated)
             avoid |= {slot.engine_id}
             await asyncio.sleep(RETRY_DELAYS_S[number - 1])
         raise AssertionError("unreachable: the last try returns or raises")
@@ -220,8 +228,8 @@ class Dispatcher:
                     break
             lane.extendleft(reversed(skipped))
 
-    def _release(self, slot: Reservation) -> None:
-        self.router.end(slot)
+    def _release(self, slot: Reservation, generated: int = 0) -> None:
+        self.router.end(slot, generated)
         self.in_flight -= 1
         if not self.in_flight:
             self._idle.set()

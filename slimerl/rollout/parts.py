@@ -6,10 +6,11 @@ together have no more tokens than the sample may have; the draws of a sample are
 each token, so that under unchanged weights the parts are what one request would have given.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.rollout.dispatch import GenerateRequest, append_generation
+from slimerl.rollout.lengths import ResponseLengths
 from slimerl.rollout.prompts import sampling_seed
 from slimerl.samples.sample import Sample
 
@@ -21,6 +22,7 @@ class Parts:
     params: SamplingParams
     run_seed: int
     chunk_tokens: int | None = None
+    lengths: ResponseLengths = field(default_factory=ResponseLengths)
 
     def is_complete(self, sample: Sample) -> bool:
         return sample.finish_reason is not None
@@ -35,13 +37,20 @@ class Parts:
             seed=sampling_seed(self.run_seed, sample.sample_id, attempt=0),
         )
         name = f"{sample.sample_id}+{done}" if done else sample.sample_id
-        return GenerateRequest(name, sample.group_id, tuple(sample.tokens), part)
+        expected = self.lengths.expected(sample.prompt_id, done, part.max_new_tokens)
+        return GenerateRequest(name, sample.group_id, tuple(sample.tokens), part, sample.sample_id, expected)
 
     def append(self, sample: Sample, generation: Generation) -> None:
         """Take what an engine generated for `next_request`."""
         append_generation(sample, generation)
-        is_short = len(sample.response_tokens) < self.params.max_new_tokens
-        if generation.finish_reason == "abort" and not is_short:
-            sample.finish_reason = "length"
-        elif generation.finish_reason != "stop" and is_short:
-            sample.finish_reason = None
+        sample.finish_reason = self._end(sample, generation)
+        if self.is_complete(sample):
+            self.lengths.observe(sample.prompt_id, len(sample.response_tokens))
+
+    def _end(self, sample: Sample, generation: Generation) -> str | None:
+        """What has ended the sample; None: it goes on."""
+        last = generation.tokens[-1:]
+        # an engine that aborts a request says so even where its last token was the end
+        if generation.finish_reason == "stop" or set(last) & set(self.params.stop_token_ids):
+            return "stop"
+        return "length" if len(sample.response_tokens) >= self.params.max_new_tokens else None

@@ -61,7 +61,7 @@ class Router(Protocol):
 
     def reserve(self, engine_id: str, query: Query) -> Reservation: ...
 
-    def end(self, reservation: Reservation) -> None: ...
+    def end(self, reservation: Reservation, generated: int = 0) -> None: ...
 
     def engine(self, engine_id: str) -> EngineInfo: ...
 
@@ -154,8 +154,9 @@ class LeastLoaded:
         self._running[reservation.number] = (reservation, engine)
         return reservation
 
-    def end(self, reservation: Reservation) -> None:
-        """Give the slot back. Raises RouterError the second time."""
+    def end(self, reservation: Reservation, generated: int = 0) -> None:
+        """Give the slot back; `generated` matters to routers that weigh what is cached. Raises RouterError if it was
+        given back already."""
         held = self._running.pop(reservation.number, None)
         if held is None:
             raise RouterError(f"the slot of {reservation.session} on {reservation.engine_id} was given back already")

@@ -302,11 +302,14 @@ class Scheduler:
         if self._parts.is_complete(sample):  # before a restart
             started()
         while not self._parts.is_complete(sample):
+            request = self._parts.next_request(sample)
             try:
-                completion = await self.dispatcher.generate(self._parts.next_request(sample), started)
+                completion = await self.dispatcher.generate(request, started)
             except GenerationFailed as failure:
                 raise SampleLost(f"generation_{failure.reason}", str(failure)) from failure
             record.retries += completion.tries - 1
+            record.prompt_tokens += len(request.tokens)
+            record.cached_tokens += completion.generation.cached_tokens
             self._parts.append(sample, completion.generation)
             if not self._parts.is_complete(sample):
                 self.store.interrupt(sample.sample_id)

@@ -27,6 +27,10 @@ class GroupRecord:
     reward_failed: set[str] = field(default_factory=set)
     retries: int = 0
     """Requests that an engine failed."""
+    prompt_tokens: int = 0
+    """Of all requests: what a sample has already counts each time that it goes on."""
+    cached_tokens: int = 0
+    """Of these, those whose KV the engine had."""
     interruptions: int = 0
     """Times that a sample went on in another request: chunks, and new weights in `abort` mode."""
 
@@ -72,6 +76,7 @@ def batch_metrics(
         "rollout/staleness_max": float(max(staleness)),
         "rollout/mixed_version_fraction": sum(s.newest_version > s.oldest_version for s in samples) / count,
         "rollout/interruptions": float(sum(group.interruptions for group in groups)),
+        "rollout/cached_prompt_fraction": _cached_fraction(groups),
         "rollout/retries": float(sum(group.retries for group in groups)),
         "rollout/dropped": float(sum(dropped.values())),
     }
@@ -83,6 +88,11 @@ def batch_metrics(
         metrics["rollout/replaced_groups"] = float(len(replaced))
         metrics["rollout/accuracy_with_replaced"] = fmean(map(float, judged_all)) if judged_all else 0.0
     return metrics | {f"rollout/dropped_{reason}": float(number) for reason, number in dropped.items() if number}
+
+
+def _cached_fraction(groups: Sequence[GroupRecord]) -> float:
+    prompts = sum(group.prompt_tokens for group in groups)
+    return sum(group.cached_tokens for group in groups) / prompts if prompts else 0.0
 
 
 def _uniform_fraction(samples: Sequence[SampleMeta]) -> float:

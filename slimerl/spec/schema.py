@@ -155,6 +155,9 @@ class RolloutSpec(Strict):
     chunk_tokens: Positive | None = None
     """Divided rollout: an engine generates so many tokens of a sample at most before it is sent anew, to whichever
     engine has room; checkpoints keep what is there. Each move costs the prompt's computation: 256 or more."""
+    router: Literal["kv_aware", "least_loaded"] = "kv_aware"
+    """Which engine a request goes to. kv_aware: by what each has cached of its prompt, under the same weights, and by
+    what each has to do; siblings go where their prompt is. least_loaded: the one with the fewest requests."""
     max_running_requests: Positive = 256
     """Requests in flight per engine."""
     port: Port = 0

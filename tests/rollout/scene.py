@@ -14,9 +14,10 @@ from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation
 from slimerl.rollout.judge import Judge
+from slimerl.rollout.kv_router import KvRouter
 from slimerl.rollout.loop_lag import LoopLag
 from slimerl.rollout.prompts import Prompt, PromptStream
-from slimerl.rollout.router import LeastLoaded
+from slimerl.rollout.router import Router
 from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
 from slimerl.rollout.service import ControlService
 from slimerl.rollout.weights import WeightHold
@@ -41,7 +42,7 @@ class TellingReward:
 @dataclass
 class Scene:
     engines: list[FakeEngine]
-    router: LeastLoaded
+    router: Router
     scheduler: Scheduler
     weights: WeightHold
     evaluation: Evaluation
@@ -95,7 +96,7 @@ async def rollout(
     """Running, with its engines joined but nothing released yet."""
     async with AsyncExitStack() as stack:
         fakes = [await stack.enter_async_context(FakeEngine(f"engine-{number}")) for number in range(engines)]
-        router = LeastLoaded(capacity)
+        router = KvRouter(capacity, size)
         clients = EngineClients(request_s)
         dispatcher = Dispatcher(router, clients, request_s)
         reward = TellingReward()

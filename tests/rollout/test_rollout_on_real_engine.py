@@ -83,8 +83,19 @@ def first_differences(tokens: Tokens, expected: Tokens, versions: Tokens) -> dic
     for name, wanted in expected.items():
         if tokens[name] != wanted:
             at = next(i for i, pair in enumerate(zip_longest(tokens[name], wanted)) if pair[0] != pair[1])
-            found[name] = at, tokens[name][at : at + 5], wanted[at : at + 5], versions[name]
+            found[name] = at, tokens[name][at - 2 : at + 3], wanted[at - 2 : at + 3], versions[name]
     return found
+
+
+def cached_fraction(engine: RunningEngine, **options: Any) -> float:
+    found: list[float] = []
+
+    async def scene(made: Scene) -> None:
+        manifest = await made.batch(1, timeout_s=60.0)
+        found.append(manifest.metrics["rollout/cached_prompt_fraction"])
+
+    play(engine, scene, **options)
+    return found[0]
 
 
 LONG = {"groups": 2, "size": 4, "max_new_tokens": 120}
@@ -95,6 +106,11 @@ def test_a4_samples_generated_in_chunks_are_those_of_one_request_each(engines: E
     whole = undisturbed(engine, **LONG)
     assert undisturbed(engine, chunk_tokens=25, **LONG) == whole
     assert max(map(len, whole.values())) > 100
+
+
+def test_a_chunk_goes_on_where_the_kv_of_those_before_it_is(engines: Engines):
+    """Of two, 27, 52, 77 and 102 tokens that a sample is sent with, those of the chunks before are there."""
+    assert cached_fraction(engines("qwen3"), chunk_tokens=25, **LONG) > 0.9
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])

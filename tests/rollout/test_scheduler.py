@@ -118,7 +118,7 @@ def test_a2_books_balance_through_a_storm_of_faults():
         outcomes: list[Outcome] = [*[Scored(1.0, True), Scored(0.0, False), Unparsable()] * 3, Failed("timeout")]
         made.reward.verdict = lambda request: chance.choice(outcomes)
         for engine in made.engines:
-            engine.faults.extend(chance.choices([*[""] * 12, "500", "drop", "400", "abort", "empty"], k=400))
+            engine.faults.extend(chance.choices([*[""] * 8, "500", "drop", "400", "abort", "empty"], k=400))
         trained = 0
         for version in range(12):
             await made.serve(version)
@@ -313,7 +313,7 @@ def test_a3_without_an_engine_left_the_trainer_is_told_at_once():
         await made.serve(0)
         for engine in made.engines:
             engine.open.clear()
-        await made.engines[0].running_requests(3)
+        await made.engines[0].running_requests(2)
         waiting = asyncio.ensure_future(made.batch(0, timeout_s=1000))
         for engine in made.engines:
             engine.healthy = False
