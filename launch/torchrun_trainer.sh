@@ -26,7 +26,6 @@ if ((nodes > 1)) && [ -z "${MASTER_ADDR:-}" ]; then
 fi
 OMP_NUM_THREADS=$(get training.threads_per_rank)
 export OMP_NUM_THREADS OMP_WAIT_POLICY=PASSIVE PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
-export RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:2}"  # see slimerl/resilience/name_lookups.py
 exec "$root/.venv/bin/python" -m torch.distributed.run \
     --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$here" \
     --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" --max-restarts 0 \

@@ -47,6 +47,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         lane = lane_of(item.path)
-        return FIRST.index(lane) if lane in FIRST else len(FIRST)
+        return FIRST.index(lane) if lane else len(FIRST)
 
     items.sort(key=place)

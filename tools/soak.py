@@ -42,7 +42,7 @@ class Limit:
 
 
 LIMITS = (
-    Limit("_heap_gib", 0.02, 0.01, "what is in use after a step: nothing of the step stays"),
+    Limit("_heap_gib", 0.02, 0.01, "what the role's own process has in use after a step: nothing of the step stays"),
     Limit("trainer_rss_gib", 0.1, 0.02, "tensors of ever other sizes leave holes; the pages that they touch level off"),
     Limit("_rss_gib", 0.02, 0.02, "an allocator keeps some pages more; 20 MiB is less than a batch"),
     Limit("_cuda_allocated_gib", 0.01, 0.01, "the caching allocator's live tensors are the same in every step"),

@@ -9,5 +9,7 @@ import os
 
 
 def bounded_lookups() -> dict[str, str]:
-    """Environment of a process that waits 1 s, twice at most; what the user has set stays. See resolv.conf(5)."""
-    return {"RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:2")}
+    """Environment of a process that waits 1 s for an answer, twice, of each name server; a timeout that the user has
+    set there stays. See resolv.conf(5)."""
+    options = os.environ.get("RES_OPTIONS", "")
+    return {"RES_OPTIONS": options if "timeout:" in options else f"{options} timeout:1 attempts:2".strip()}

@@ -32,6 +32,7 @@ from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.kv_fleet import EngineModel
+from slimerl.rollout.kv_memory import Memory
 from slimerl.rollout.kv_router import KvRouter
 from slimerl.rollout.loop_lag import LoopLag
 from slimerl.rollout.prompts import Prompt, PromptStream, read_rows, tokenize_rows
@@ -49,6 +50,8 @@ from slimerl.telemetry.resources import ResourceMeter
 
 logger = logging.getLogger("slimerl.rollout")
 
+REMEMBERED_BATCHES = 4
+"""Of all that may be under way; the router's memory of older samples is of ones that have ended."""
 GRACE_S = 1.0
 """For requests in progress when the role ends; they have been refused by then."""
 
@@ -176,9 +179,12 @@ def build_router(spec: RunSpec) -> Router:
     requests = spec.rollout.max_running_requests
     if spec.rollout.router == "least_loaded":
         return LeastLoaded(requests)
-    # what an engine is able to do besides: the proportions of a GPU's
+    # its rates are EngineModel's defaults, of a GPU: what counts is how they stand to each other
     model = EngineModel(slots=requests, kv_tokens=spec.engine.max_total_tokens * spec.engine.data_parallel_attention)
-    return KvRouter(requests, spec.rollout.samples_per_prompt, model, clock=time.monotonic)
+    siblings = spec.rollout.samples_per_prompt
+    groups = REMEMBERED_BATCHES * spec.training.prompts_per_step * (1 + spec.rollout.max_staleness)
+    memory = Memory(sessions=groups * siblings, groups=groups)
+    return KvRouter(requests, siblings, model, clock=time.monotonic, memory=memory)
 
 
 def _evaluation_params(spec: RunSpec, params: SamplingParams) -> SamplingParams:

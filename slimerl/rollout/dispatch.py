@@ -113,9 +113,9 @@ class Dispatcher:
             GenerationFailed: every try failed, or the request itself is refused.
         """
         avoid: frozenset[str] = frozenset()
+        session = request.session or request.request_id
+        expected = request.expected_new_tokens or request.params.max_new_tokens
         for number in range(1, MAX_TRIES + 1):
-            session = request.session or request.request_id
-            expected = request.expected_new_tokens or request.params.max_new_tokens
             slot = await self._acquire(Query(session, request.group, request.tokens, expected, avoid), urgent)
             generated = 0
             try:

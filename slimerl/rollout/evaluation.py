@@ -95,12 +95,11 @@ class Evaluation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, prompt: Prompt) -> _Answer:
-        name = f"evaluation/{prompt.prompt_id}"
-        sample = Sample(name, name, prompt.prompt_id, prompt.tokens)
+        sample = Sample(f"evaluation/{prompt.prompt_id}", "evaluation", prompt.prompt_id, prompt.tokens)
         seed = sampling_seed(self.run_seed, sample.sample_id, attempt=0)
         request = GenerateRequest(
             f"{sample.sample_id}@{self.dispatcher.router.version}",
-            sample.group_id,
+            "",  # no siblings
             prompt.tokens,
             replace(self.params, seed=seed),
         )

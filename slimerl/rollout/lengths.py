@@ -8,14 +8,16 @@ Siblings under way with it, and the epoch before, tell the length of a prompt's 
 none that are longer than what it has already, all recent responses do.
 """
 
+from array import array
 from collections import OrderedDict, deque
 from statistics import fmean
 
-MAX_PROMPTS = 100_000
+MAX_PROMPTS = 50_000
+"""About 15 MB."""
 PER_PROMPT = 16
 """Two groups of eight: the present one, and the one of the epoch before."""
-RECENT = 1024
-"""Over all prompts: some batches, since lengths change as the policy learns."""
+RECENT = 256
+"""Over all prompts: a batch or less, since lengths change as the policy learns."""
 
 
 class ResponseLengths:
@@ -23,13 +25,14 @@ class ResponseLengths:
 
     def __init__(self, prompts: int = MAX_PROMPTS) -> None:
         self._prompts = prompts
-        self._of: OrderedDict[str, deque[int]] = OrderedDict()
+        self._of: OrderedDict[str, array[int]] = OrderedDict()
         self._recent: deque[int] = deque(maxlen=RECENT)
 
     def observe(self, prompt_id: str, tokens: int) -> None:
         """A response ended after `tokens`."""
-        lengths = self._of.setdefault(prompt_id, deque(maxlen=PER_PROMPT))
+        lengths = self._of.setdefault(prompt_id, array("I"))
         self._of.move_to_end(prompt_id)
+        del lengths[: len(lengths) - PER_PROMPT + 1]
         lengths.append(tokens)
         self._recent.append(tokens)
         if len(self._of) > self._prompts:

@@ -50,7 +50,7 @@ class Parts:
     def _end(self, sample: Sample, generation: Generation) -> str | None:
         """What has ended the sample; None: it goes on."""
         last = generation.tokens[-1:]
-        # an engine that aborts a request says so even where its last token was the end
+        # an engine that aborts a request, or ends a chunk, says so even where the last token was the end
         if generation.finish_reason == "stop" or set(last) & set(self.params.stop_token_ids):
             return "stop"
         return "length" if len(sample.response_tokens) >= self.params.max_new_tokens else None

@@ -4,8 +4,9 @@ Flows in: /proc, and CUDA's allocator where this process uses it. Flows out: RUN
 whole; the trainer's first rank collects them into the metrics of its step:
     memory/KIND_rss_gib, memory/KIND_peak_gib, memory/KIND_heap_gib, process/KIND_fds, process/KIND_threads,
     memory/KIND_cuda_…_gib
-KIND is the role without its number, the figure the largest of its processes. Memory that two processes share is counted
-in each. A file is better than a message here: it needs no connection from the engines, and the run directory is shared.
+KIND is the role without its number, the figure the largest of its processes. The heap is that of the role's own
+process, not of what it has started (an engine's role holds little). Memory that two processes share is counted in each.
+A file is better than a message here: it needs no connection from the engines, and the run directory is shared.
 """
 
 import asyncio

@@ -127,6 +127,7 @@ def train(run: Run) -> None:
         _take_memory_back(run, clock, step)
         with clock(step, "train"):
             figures = dict(batch.figures) | run.trainer.step(batch.minibatches)
+            return_freed_memory(step)
         run.source.trained(step)
         with at_the_end.unless(step < steps):
             run.checkpoints.trained(step)
@@ -142,7 +143,6 @@ def train(run: Run) -> None:
         figures |= run.checkpoints.take_figures()
         figures |= alarms.check(step, figures)
         run.log.metrics(step, figures)
-        return_freed_memory(step)
         if run.turns is None:
             # after the record: what a checkpoint has seen, the record has
             _checkpoint(run, clock, step, at_the_end)

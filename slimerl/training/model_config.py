@@ -38,11 +38,12 @@ def read_config(model_path: Path) -> dict[str, Any]:
     Raises:
         UnsupportedModel: there is none, or it is not JSON.
     """
-    file = model_path / "config.json"
     if not model_path.is_dir():
         raise UnsupportedModel(
-            f"there is no such directory; name a Hugging Face checkpoint (a relative path starts at {Path.cwd()})"
+            f"there is no directory {model_path}; name a Hugging Face checkpoint "
+            f"(a relative path starts at {Path.cwd()})"
         )
+    file = model_path / "config.json"
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:

@@ -152,7 +152,7 @@ CASES = {
     "missing model": (
         ["model.path=nowhere"],
         nothing,
-        "model.path: nowhere: there is no such directory; name a Hugging Face checkpoint (a relative path starts at "
+        "model.path: nowhere: there is no directory nowhere; name a Hugging Face checkpoint (a relative path starts at "
         "{home})",
     ),
     "missing weights": (

@@ -60,3 +60,56 @@ def test_a_hook_changes_a_module_when_it_is_imported_and_one_that_already_is() -
         "print(json.seen, colorsys.seen, colorsys.rgb_to_hsv(0, 0, 1)[2])"
     )
     assert out == "1 2 1"
+
+
+LAUNCH = """
+import multiprocessing, threading, types
+from slimerl.engine.inside.cpu_shim import _fork_workers
+multiprocessing.set_start_method("spawn")
+class Engine:
+    @classmethod
+    def _launch_scheduler_processes(cls, server_args, *, option=None):
+        return multiprocessing.get_start_method()
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, server_args):
+        raise RuntimeError("it did not start")
+_fork_workers(types.SimpleNamespace(Engine=Engine))
+def method(dp_size=1, numa_node=None):
+    args = types.SimpleNamespace(dp_size=dp_size, numa_node=numa_node)
+    return Engine._launch_scheduler_processes(args, option=1)
+print(method(), method(dp_size=2), method(numa_node=[0]))
+try: Engine._launch_detokenizer_subprocesses(types.SimpleNamespace(dp_size=1, numa_node=None))
+except RuntimeError: print(multiprocessing.get_start_method())
+end = threading.Event()
+other = threading.Thread(target=end.wait); other.start()
+print(method())
+end.set(); other.join()
+"""
+
+
+def test_workers_are_forked_where_nothing_speaks_against_it_and_nothing_else_is() -> None:
+    """Not where a controller starts them, a NUMA node is wanted, or a thread runs; nor anything started later."""
+    assert run(LAUNCH).split() == ["fork", "spawn", "spawn", "spawn", "spawn"]
+
+
+ORPHAN = """
+import os, signal, time
+from slimerl.engine.inside.serve import _tie_forked_processes
+_tie_forked_processes()
+reader, writer = os.pipe()
+middle = os.fork()
+if middle == 0:
+    if os.fork() == 0:
+        os.write(writer, b"ready")
+        time.sleep(60)
+    time.sleep(60)
+os.close(writer)
+os.read(reader, 5)
+os.kill(middle, signal.SIGKILL)
+print(os.read(reader, 1))
+"""
+
+
+def test_a_forked_worker_ends_with_whoever_forked_it() -> None:
+    """The pipe ends when the last of those that could write into it is gone."""
+    assert run(ORPHAN) == "b''"

@@ -1,6 +1,7 @@
 """A whole rollout in this process: real scheduler, router, store and clients against fake engines and a fake reward."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation
 from slimerl.rollout.judge import Judge
+from slimerl.rollout.kv_fleet import EngineModel
 from slimerl.rollout.kv_router import KvRouter
 from slimerl.rollout.loop_lag import LoopLag
 from slimerl.rollout.prompts import Prompt, PromptStream
@@ -96,7 +98,7 @@ async def rollout(
     """Running, with its engines joined but nothing released yet."""
     async with AsyncExitStack() as stack:
         fakes = [await stack.enter_async_context(FakeEngine(f"engine-{number}")) for number in range(engines)]
-        router = KvRouter(capacity, size)
+        router = KvRouter(capacity, size, EngineModel(slots=capacity), clock=time.monotonic)
         clients = EngineClients(request_s)
         dispatcher = Dispatcher(router, clients, request_s)
         reward = TellingReward()

@@ -26,6 +26,7 @@ def after(*parts: tuple[list[int], str]) -> Sample:
         ([([], "abort")], None),
         ([([5, STOP], "stop")], "stop"),
         ([([5, STOP], "abort")], "stop"),
+        ([([5, 6, 7, STOP], "length")], "stop"),
         ([([5, 6, 7, 8], "length"), ([5, 6, 7, 8], "length")], "length"),
         ([([5, 6, 7, 8], "length"), ([5, 6, 7, 8], "abort")], "length"),
         ([([5, 6, 7, 8], "length"), ([5, 6, 7, STOP], "abort")], "stop"),

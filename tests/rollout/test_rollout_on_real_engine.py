@@ -83,7 +83,8 @@ def first_differences(tokens: Tokens, expected: Tokens, versions: Tokens) -> dic
     for name, wanted in expected.items():
         if tokens[name] != wanted:
             at = next(i for i, pair in enumerate(zip_longest(tokens[name], wanted)) if pair[0] != pair[1])
-            found[name] = at, tokens[name][at - 2 : at + 3], wanted[at - 2 : at + 3], versions[name]
+            around = slice(max(0, at - 2), at + 3)
+            found[name] = at, tokens[name][around], wanted[around], versions[name]
     return found
 
 

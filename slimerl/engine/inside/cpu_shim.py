@@ -95,15 +95,32 @@ def _do_not_pin_host_memory(module: ModuleType) -> None:
 
 def _fork_workers(module: ModuleType) -> None:
     """Spawned, each worker would import SGLang once more: 5 s of a core, for two to five of them. Forked, it has what
-    the first process has imported, which has no thread yet and holds nothing of a device."""
-    stock: Callable[[Any], None] = module._set_envs_and_config
+    the first process has imported."""
+    for name in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
+        _fork_within(module.Engine, name)
 
-    def then_fork(server_args: Any) -> None:
-        stock(server_args)
-        if server_args.dp_size == 1:  # else threads of another process start them
-            multiprocessing.set_start_method("fork", force=True)
 
-    module._set_envs_and_config = then_fork  # type: ignore[attr-defined]
+def _fork_within(engine: type, name: str) -> None:
+    stock = getattr(engine, name).__func__
+
+    def launch(cls: type, server_args: Any, *args: Any, **options: Any) -> Any:
+        if not _may_fork(server_args):
+            return stock(cls, server_args, *args, **options)
+        multiprocessing.set_start_method("fork", force=True)
+        try:
+            return stock(cls, server_args, *args, **options)
+        finally:
+            multiprocessing.set_start_method("spawn", force=True)
+
+    setattr(engine, name, classmethod(launch))
+
+
+def _may_fork(server_args: Any) -> bool:
+    """Where threads run, whoever is forked may wait for ever for a lock that one of them held. With several groups for
+    data parallelism a controller starts the workers, from threads; binding to NUMA nodes wants spawned processes."""
+    controlled = server_args.dp_size * (getattr(server_args, "attn_dp_size", None) or 1) > 1
+    threads = len(os.listdir("/proc/self/task"))
+    return not controlled and not server_args.numa_node and threads == 1
 
 
 def _dispatch_latent_attention(module: ModuleType) -> None:

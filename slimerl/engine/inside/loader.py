@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from slimerl.engine.inside import patch
 from slimerl.engine.inside.cuda_bucket import gpu_uuid, visible_gpus
@@ -96,8 +97,13 @@ def tensor_rank() -> int:
 
 
 def _answer(reply: Message, rank: int, report: Report) -> None:
-    store = _the_store.at(reply["host"], reply["port"], reply["timeout_s"])
+    store = _store_of(reply)
     store.set(f"{reply['key']}/{rank}", json.dumps(report))
+
+
+def _store_of(reply: Message) -> TCPStore:
+    secret, _, _ = reply["key"].partition("/")
+    return _the_store.at(reply["host"], reply["port"], secret, reply["timeout_s"])
 
 
 def _describe(model: torch.nn.Module, _message: Message, _rank: int) -> Report:
@@ -134,8 +140,7 @@ def _leave(_model: torch.nn.Module, _message: Message, _rank: int) -> Report:
 
 def _patch(model: torch.nn.Module, message: Message, _rank: int) -> Report:
     reply = message["reply"]
-    store = _the_store.at(reply["host"], reply["port"], reply["timeout_s"])
-    return patch.receive_patch(_weights(model), message, store)
+    return patch.receive_patch(_weights(model), message, _store_of(reply))
 
 
 def _load(model: torch.nn.Module, message: Message, _rank: int) -> Report:

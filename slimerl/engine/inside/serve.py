@@ -4,8 +4,9 @@ Flows in: SGLang's command line; from the environment, set by `launcher.py`, `KE
 command line would show to every user of the machine) and, without CUDA, `SGLANG_USE_CPU_ENGINE=1`.
 Invariant: no process of the server outlives PARENT_PID, not even when that one is killed.
 
-SGLang's workers are spawned by multiprocessing, which imports this module in each of them as `__mp_main__` before
-anything of SGLang: what must hold in every process of the engine, and in no other process, is set up there.
+What must hold in every process of the engine, and in no other process, is set up here, before anything of SGLang is
+imported: in the first process; in its workers that multiprocessing spawns, where this module is `__mp_main__`; and in
+those that are forked (`cpu_shim.py`), which have it from the first one.
 """
 
 import os
@@ -33,6 +34,19 @@ def _prepare_process() -> None:
         from slimerl.engine.inside.cpu_shim import install
 
         install()
+
+
+def _tie_forked_processes() -> None:
+    """SGLang ties its workers to their parent as well, but only once they have begun their work."""
+    forking: list[int] = []
+
+    def tie() -> None:
+        try:
+            die_with_parent(forking[-1])
+        except Orphaned:
+            os._exit(1)
+
+    os.register_at_fork(before=lambda: forking.append(os.getpid()), after_in_child=tie, after_in_parent=forking.clear)
 
 
 def _keep_snapshots_in_private_directory(module: ModuleType) -> None:
@@ -66,7 +80,9 @@ def _sleep_while_paused(module: ModuleType) -> None:
 
     def then_sleep(scheduler: Any) -> None:
         stock(scheduler)
-        scheduler.maybe_sleep_on_idle()
+        # a message reaches only the first of several attention groups' sockets; the others must come by themselves
+        if not scheduler.attn_dp_enabled:
+            scheduler.maybe_sleep_on_idle()
 
     module.Scheduler._record_scheduler_state_for_paused_engine = then_sleep
 
@@ -79,6 +95,7 @@ def main(argv: list[str]) -> None:
     """
     die_with_parent(int(argv[1]))
     os.environ[_ROOT_VARIABLE] = str(os.getpid())
+    _tie_forked_processes()
     _prepare_process()
 
     from sglang.launch_server import run_server
