@@ -36,7 +36,7 @@ def test_a_sample_ends_with_its_stop_token_or_its_budget_and_with_nothing_else(p
     assert after(*parts).finish_reason == ended_by
 
 
-def test_the_next_part_asks_for_what_is_left_and_belongs_to_the_same_session():
+def test_a7_the_next_part_asks_for_what_is_left_and_belongs_to_the_same_session():
     first = PARTS.next_request(after())
     later = PARTS.next_request(after(([5, 6, 7, 8], "length"), ([5], "abort")))
     assert (first.params.max_new_tokens, later.params.max_new_tokens) == (4, 3)
