@@ -38,6 +38,7 @@ from slimerl.resharding.sync_plan import plan_sync
 from slimerl.resilience.deadline import Deadline
 from slimerl.samples.messages import EngineInfo, HoldReply, HoldRequest, ReleaseRequest, Status
 from slimerl.spec.load import spec_from_tree
+from slimerl.training.model_config import read_config
 
 TIMEOUT_S = 300.0
 BUCKET_BYTES = 64 << 20
@@ -179,17 +180,23 @@ def measure(
 def main(
     model: Path,
     transports: Annotated[str, typer.Option()] = "shards,unstaged shards,broadcast,ipc,disk",
-    trainers: Annotated[int, typer.Option(help="trainer ranks of `shards`; the other transports have one")] = 2,
+    trainers: Annotated[
+        int, typer.Option(help="trainer ranks of `shards`, which divide the model's heads; the others have one")
+    ] = 2,
     syncs: Annotated[int, typer.Option()] = 3,
 ) -> None:
     """Start the engine, sync over each transport, print the table."""
     torch.set_num_threads(1)
+    config = read_config(model)
+    dtype = "bf16" if config.get("dtype", config.get("torch_dtype")) == "bfloat16" else "fp32"
     with tempfile.TemporaryDirectory() as directory:
         tree = {
             "name": "bench-sync",
             "output_dir": directory,
-            "model": {"path": str(model)},
-            "data": {"train_path": "unused.jsonl", "max_prompt_tokens": 256},
+            "model": {"path": str(model), "dtype": dtype},
+            "engine": {"context_tokens": min(2048, config["max_position_embeddings"])},
+            "data": {"train_path": "unused.jsonl", "max_prompt_tokens": 64},
+            "rollout": {"max_new_tokens": 64},
             "training": {"steps": 1, "prompts_per_step": 8},
         }
         server = start_server(spec_from_tree(tree, "bench_sync"), 0, detect_device())
