@@ -17,15 +17,15 @@ pytest_plugins = ["rank_fixtures", "engine_fixtures"]
 
 FIXTURES = {"engines": re.compile(r"def \w+\([^)]*\bengines\b"), "ranks": re.compile(r"def \w+\([^)]*\branks\b")}
 """They start processes once for a worker of pytest-xdist: who uses one of them stays in one worker."""
-ROOMS = {"engine": "engines", "launch": "roles", "run": "roles"}
-"""Their tests start roles of their own: one after the other, since each fills the machine."""
-FIRST = ("engines", "ranks", "roles")
+ROOMS = {"engine": "engines", "launch": "launch", "run": "run"}
+"""Their tests start roles of their own: those of a room one after the other, since they fill the machine."""
+FIRST = ("engines", "ranks", "launch", "run")
 """The long lanes; files of other tests fill up what is left at the end."""
 
 
 class Lanes(LoadScopeScheduling):
-    """One worker has the tests with engines, another those with trainer ranks; whoever is free takes those with roles,
-    then others by file."""
+    """One worker has the tests with engines, then those of `launch`; another those with trainer ranks, then those of
+    `run`; whoever is free takes others by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]

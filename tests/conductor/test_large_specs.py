@@ -108,6 +108,10 @@ def test_deepseek_v3_is_planned_for_256_trainer_and_512_engine_gpus_and_for_512_
 def test_a_trainer_that_cuts_fp8_blocks_syncs_whole_tensors_and_is_told_why_not_shards():
     cut = ("training.parallel.expert=1", "training.parallel.expert_tensor=32")
     code, rows, faults = check(CONFIGS / "deepseek_v3_671b.yaml", *cut)
+    assert code == 2
+    assert len(faults) == 1
+    assert "ipc, disk)" in faults[0], "the way out"
+    code, rows, faults = check(CONFIGS / "deepseek_v3_671b.yaml", *cut, "sync.transport=broadcast")
     assert (code, faults) == (0, [])
     assert rows["sync, shard to shard"].startswith("not with this layout: ")
     assert "sync, lower bound" not in rows
