@@ -32,7 +32,7 @@ LEAST_STEPS = 10
 class Limit:
     """Over the steps that are looked at, a figure may grow by `share` of its median or by `floor`, whichever is more.
 
-    `reason`: why no less. Of the limits whose suffix a figure has, the first counts.
+    `reason`: why no less.
     """
 
     suffix: str
@@ -43,7 +43,6 @@ class Limit:
 
 LIMITS = (
     Limit("_heap_gib", 0.02, 0.01, "what the role's own process has in use after a step: nothing of the step stays"),
-    Limit("trainer_rss_gib", 0.1, 0.02, "tensors of ever other sizes leave holes; the pages that they touch level off"),
     Limit("_rss_gib", 0.02, 0.02, "an allocator keeps some pages more; 20 MiB is less than a batch"),
     Limit("_cuda_allocated_gib", 0.01, 0.01, "the caching allocator's live tensors are the same in every step"),
     Limit("_fds", 0.0, 2.0, "a connection may be open at the moment of looking"),
@@ -101,9 +100,8 @@ def judge(records: Sequence[dict[str, Any]]) -> list[Verdict]:
 
 
 def _verdicts(steps: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
-    for name in sorted({name for record in steps for name in record}):
-        limit = next((limit for limit in LIMITS if name.endswith(limit.suffix)), None)
-        if limit is not None:
+    for limit in LIMITS:
+        for name in sorted({name for record in steps for name in record if name.endswith(limit.suffix)}):
             points = [(record["step"], record[name]) for record in steps if name in record]
             numbers, values = zip(*points, strict=True)
             grown = robust_slope(numbers, values) * (numbers[-1] - numbers[0])

@@ -60,7 +60,7 @@ def test_a_run_that_goes_up_and_down_is_flat(tmp_path):
 @pytest.mark.parametrize(
     ("figure", "each_step"),
     [
-        ("memory/trainer_rss_gib", 0.004),
+        ("memory/trainer_rss_gib", 0.002),
         ("memory/trainer_heap_gib", 0.0005),
         ("memory/engine_rss_gib", 0.002),
         ("process/rollout_fds", 0.2),
