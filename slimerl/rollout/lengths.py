@@ -32,8 +32,8 @@ class ResponseLengths:
         """A response ended after `tokens`."""
         lengths = self._of.setdefault(prompt_id, array("I"))
         self._of.move_to_end(prompt_id)
-        del lengths[: len(lengths) - PER_PROMPT + 1]
         lengths.append(tokens)
+        del lengths[:-PER_PROMPT]
         self._recent.append(tokens)
         if len(self._of) > self._prompts:
             self._of.popitem(last=False)

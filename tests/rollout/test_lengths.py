@@ -30,6 +30,15 @@ def test_only_responses_longer_than_what_is_there_tell_what_is_left():
     assert lengths.expected("a", 190, 66) == 66
 
 
+def test_of_a_prompt_the_last_responses_count_all_alike():
+    lengths = ResponseLengths()
+    for tokens in range(1, PER_PROMPT + 1):
+        lengths.observe("a", 10 * tokens)
+        assert lengths.expected("a", 0, 1000) == round(10 * (tokens + 1) / 2)
+    lengths.observe("a", 170)
+    assert lengths.expected("a", 0, 1000) == round(10 * (2 + 17) / 2)
+
+
 def test_what_was_seen_long_ago_is_forgotten():
     lengths = ResponseLengths(prompts=2)
     for prompt in ("a", "b", "a", "c"):
