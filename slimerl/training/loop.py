@@ -14,7 +14,7 @@ from slimerl.spec import RunSpec
 from slimerl.training.alarms import Alarms
 from slimerl.training.checkpoint.write import SaveFailed
 from slimerl.training.clock import Log, StepClock
-from slimerl.training.memory import return_freed_memory
+from slimerl.training.memory import FreedMemory
 from slimerl.training.source import Source
 from slimerl.training.step import PolicyTrainer
 
@@ -120,14 +120,14 @@ def train(run: Run) -> None:
     """
     clock, alarms = StepClock(run.log), Alarms(run.spec.model.dtype, run.log)
     steps = run.spec.training.steps
-    at_the_end = _Deferred()
+    at_the_end, freed = _Deferred(), FreedMemory()
     _begin(run, clock)
     for step in range(run.done_steps + 1, steps + 1):
         batch = run.source.take(step, clock)
         _take_memory_back(run, clock, step)
         with clock(step, "train"):
             figures = dict(batch.figures) | run.trainer.step(batch.minibatches)
-            return_freed_memory(step)
+            freed.after_step()
         run.source.trained(step)
         with at_the_end.unless(step < steps):
             run.checkpoints.trained(step)

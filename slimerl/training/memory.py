@@ -7,13 +7,14 @@ up to `KEPT_BYTES` are kept; larger ones (logits) are not.
 The packs of each step have other sizes than the last, and oneDNN and PyTorch's layer over it keep a compiled kernel for
 each size that they have seen, 1,024 of them each: hundreds of MiB after a hundred steps, and, scattered over the heap,
 holes between them that the next sizes do not fit into. A pack's sizes return within its step, from layer to layer: so
-many are kept, `KEPT_KERNELS`. Holes that remain between steps are given back now and then: what a trainer holds between
-its steps is then the same after a thousand of them, for a page fault here and there that keeping memory saves in all
-others.
+many are kept, `KEPT_KERNELS`. The holes that remain make what a step touches spread, a little with every step of other
+sizes: `FreedMemory` gives them back where they have become more than a few per cent, so that a trainer holds after a
+thousand steps what it held after ten.
 """
 
 import ctypes
 import os
+from collections.abc import Callable
 
 import psutil
 
@@ -29,8 +30,9 @@ FREE_BYTES = 512 * 2**20
 KEPT_KERNELS = 16
 """By each cache; a pack of a dense model takes 15. Measured: 64 let the heap grow still, none cost 6 % of the time."""
 
-RETURN_STEPS = 10
-"""Measured with the quickstart's model: 10 ms to give memory back, and 80 ms for the faults of the step after."""
+SPREAD = 1.05
+"""Resident memory against that of the first step after freed memory was given back. Measured with the quickstart's
+model, every three to six steps: 10 ms to give it back, and 60 ms for the page faults of the step after."""
 
 
 def keep_freed_memory() -> None:
@@ -47,10 +49,32 @@ def bound_kernel_caches() -> None:
         os.environ.setdefault(variable, str(KEPT_KERNELS))
 
 
-def return_freed_memory(step: int) -> None:
-    """To the kernel, every `RETURN_STEPS` steps: what lies between the kernels and tensors that are kept.
-
-    The heap is full of holes of the sizes of earlier packs; a pack of another size takes new memory.
-    """
-    if step % RETURN_STEPS == 0 and hasattr(psutil, "heap_trim"):
+def _trim_heap() -> None:
+    if hasattr(psutil, "heap_trim"):
         psutil.heap_trim()
+
+
+class FreedMemory:
+    """Goes back to the kernel where it has spread: what lies between the kernels and tensors that are kept.
+
+    Args of the constructor:
+        resident: tells the bytes that this process holds.
+        give_back: what is free of them. Does nothing where the C library is not known.
+    """
+
+    def __init__(
+        self,
+        resident: Callable[[], int] = lambda: psutil.Process().memory_info().rss,
+        give_back: Callable[[], object] = _trim_heap,
+    ) -> None:
+        self._resident, self._give_back = resident, give_back
+        self._usual: int | None = None
+
+    def after_step(self) -> None:
+        """Look, and give back what is free where this process has grown by `SPREAD` since the first step after that."""
+        resident = self._resident()
+        if self._usual is None:
+            self._usual = resident
+        elif resident > SPREAD * self._usual:
+            self._give_back()
+            self._usual = None
