@@ -6,7 +6,8 @@ MODEL is a checkpoint directory (`tools/fetch_smollm2.py` gets one). The trainer
 with the checkpoint's weights in Megatron's layout; one SGLang server takes the syncs. Of each transport the last sync
 counts: the first one opens what is kept. `stall` is how long the engine stood still, from before its pause until it
 generates again; for `shards` it is set against copy + digest, which no sync can do without, and tokens are generated
-while weights travel. Times are wall clock: other work on the machine counts.
+while weights travel. Between syncs a hundredth of the elements moves to a neighbouring number; for `delta` that is all
+there is to send. Times are wall clock: other work on the machine counts.
 """
 
 import asyncio
@@ -17,9 +18,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
+from zlib import crc32
 
+import numpy as np
 import torch
 import typer
+from bench_delta import neighbours
 from rich.console import Console
 from rich.table import Table
 
@@ -43,6 +47,8 @@ from slimerl.training.model_config import read_config
 TIMEOUT_S = 300.0
 BUCKET_BYTES = 64 << 20
 PROBE_TOKENS = 8
+MOVED = 0.01
+"""Share of the elements."""
 console = Console(width=150)
 
 
@@ -82,6 +88,13 @@ class Trainer:
                 made = {name: torch.zeros(shape, dtype=self.dtype) for name, shape in shapes.items()}
                 scatter(placements, tensors, made, cast=True)
                 self.parameters.append(made)
+
+    def moved(self, seed: int) -> None:
+        """Weights as after a step; replicas on several ranks stay equal."""
+        change = neighbours(MOVED)
+        for parameters in self.parameters:
+            for name, parameter in parameters.items():
+                parameter.copy_(change(parameter, np.random.default_rng([seed, crc32(name.encode())])))
 
     def syncers(self, transport: str, engine: EngineInfo, directory: Path) -> list[Callable[[int], dict[str, float]]]:
         """One for each rank that takes part."""
@@ -165,6 +178,7 @@ def measure(
     """A row of the table."""
     syncers = trainer.syncers(transport, engine, run_dir)
     for version in range(syncs):
+        trainer.moved(version)
         seconds = synced(syncers, version)
     floor = seconds.get("copy", 0.0) + seconds.get("digest", 0.0)
     ratio = f"{seconds['stall'] / floor:.2f}" if transport == "shards" else ""
@@ -179,7 +193,7 @@ def measure(
 
 def main(
     model: Path,
-    transports: Annotated[str, typer.Option()] = "shards,unstaged shards,broadcast,ipc,disk",
+    transports: Annotated[str, typer.Option()] = "shards,unstaged shards,broadcast,delta,ipc,disk",
     trainers: Annotated[
         int, typer.Option(help="trainer ranks of `shards`, which divide the model's heads; the others have one")
     ] = 2,
