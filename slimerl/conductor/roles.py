@@ -14,12 +14,14 @@ from slimerl.spec import RunSpec
 
 @dataclass(frozen=True)
 class RoleCommand:
-    """`leads`: the run is over when it ends with 0; any other role that ends before has failed."""
+    """`leads`: the run is over when it ends with 0; any other role that ends before has failed. `engine_id`: of an
+    engine, which can be started again by itself."""
 
     name: str
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     leads: bool = False
+    engine_id: str | None = None
 
 
 def role_commands(spec: RunSpec, spec_file: Path) -> list[RoleCommand]:
@@ -32,6 +34,7 @@ def role_commands(spec: RunSpec, spec_file: Path) -> list[RoleCommand]:
                 f"engine-{index}",
                 [sys.executable, "-m", "slimerl.engine", str(spec_file), "--index", str(index)],
                 _threads(spec.engine.threads),
+                engine_id=f"engine-{index}",
             )
             for index in range(spec.engine.replicas)
         ]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from slimerl.conductor.restarts import EngineRestarts, RunRestarts
 from slimerl.conductor.roles import role_commands
 from slimerl.conductor.supervise import RoleFailed, RoleProcess, end_all, watch
 from slimerl.conductor.termination import TerminationRequest
@@ -74,11 +75,27 @@ def run(spec: RunSpec, console: Console, fresh: bool = False) -> None:
         console.print(f"run [bold]{spec.name}[/bold]: record in {run_dir}, logs in {run_dir / 'logs'}", soft_wrap=True)
         trace.start(run_dir, "conductor")
         try:
-            _run_roles(spec, spec_file, run_dir, console)
+            _run_until_done(spec, spec_file, run_dir, console)
         finally:
             trace.stop()
             _merge_trace(run_dir, console)
         console.print(final_table(run_dir, spec.name))
+
+
+def _run_until_done(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console) -> None:
+    """Start over where a role ended early and that may help. Raises RoleFailed, Terminated."""
+
+    def say(text: str) -> None:
+        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    restarts = RunRestarts(spec, say)
+    while True:
+        try:
+            return _run_roles(spec, spec_file, run_dir, console, EngineRestarts(spec, say))
+        except RoleFailed as failure:
+            from_beginning = restarts.start_over(failure)
+            _clear(run_dir, goes_on=not from_beginning)
+            restarts.record()
 
 
 def prepare(spec: RunSpec, fresh: bool = False) -> Path:
@@ -93,7 +110,7 @@ def prepare(spec: RunSpec, fresh: bool = False) -> Path:
     return spec_file
 
 
-def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console) -> None:
+def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console, engines: EngineRestarts) -> None:
     roles: list[RoleProcess] = []
     termination = TerminationRequest(spec)
     previous = signal.signal(signal.SIGTERM, termination.arrive)
@@ -103,7 +120,7 @@ def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console) 
                 roles.append(RoleProcess(command, run_dir / "logs"))
         with trace.span("watch"), ProgressView(run_dir, spec.training.steps, console) as view:
             view.describe("starting " + ", ".join(role.role.name for role in roles))
-            while not _over(roles, termination):
+            while not _over(roles, termination, engines):
                 view.update()
                 time.sleep(POLL_S)
         if termination.made and not exported(read_records(run_dir / EVENTS_FILE)):
@@ -118,10 +135,12 @@ def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console) 
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _over(roles: list[RoleProcess], termination: TerminationRequest) -> bool:
+def _over(roles: list[RoleProcess], termination: TerminationRequest, engines: EngineRestarts) -> bool:
     """Raises RoleFailed, Terminated."""
     termination.check()
     try:
+        if not termination.made:
+            engines.replace_ended(roles)
         return watch(roles)
     except RoleFailed as failure:
         if termination.made:
@@ -160,13 +179,17 @@ def _claimed(run_dir: Path, fresh: bool) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunDirectoryTaken(f"{run_dir} is in use by a running run; set output_dir=… to another") from None
-        goes_on = not fresh and _goes_on(run_dir)
-        for name in (*_FILES_OF_A_START, *(() if goes_on else _FILES_OF_A_RECORD)):
-            (run_dir / name).unlink(missing_ok=True)
-        for name in (*_DIRECTORIES_OF_A_START, *(() if goes_on else _DIRECTORIES_OF_A_RECORD)):
-            shutil.rmtree(run_dir / name, ignore_errors=True)
-        (run_dir / "logs").mkdir(exist_ok=True)
+        _clear(run_dir, goes_on=not fresh and _goes_on(run_dir))
         yield run_dir
+
+
+def _clear(run_dir: Path, goes_on: bool) -> None:
+    """What an earlier start left, and, where the run does not go on, its record."""
+    for name in (*_FILES_OF_A_START, *(() if goes_on else _FILES_OF_A_RECORD)):
+        (run_dir / name).unlink(missing_ok=True)
+    for name in (*_DIRECTORIES_OF_A_START, *(() if goes_on else _DIRECTORIES_OF_A_RECORD)):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+    (run_dir / "logs").mkdir(exist_ok=True)
 
 
 def _goes_on(run_dir: Path) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from slimerl.conductor.roles import RoleCommand
+from slimerl.resilience.failure_kinds import kind_of_exit
 from slimerl.resilience.processes import kill_all
 from slimerl.resilience.tied import tied_command
 
@@ -21,6 +22,19 @@ HELPER_GRACE_S = 3.0
 class RoleFailed(RuntimeError):
     """A role ended although the run was not over; the message names it and ends with the tail of its log."""
 
+    def __init__(self, name: str, exit_code: int, log_path: Path, log_start: int = 0) -> None:
+        """Args: `log_start`: where the log of this start of the role begins."""
+        log = text_from(log_path, log_start)
+        self.name, self.kind = name, kind_of_exit(exit_code, log)
+        self.summary = f"{name} {describe_exit(exit_code)}"
+        self._end_of_log = f"; the end of {log_path}:\n{last_lines(log)}"
+        super().__init__(self.summary + self._end_of_log)
+
+    def because(self, why_final: str) -> "RoleFailed":
+        """The same, with the reason why nothing was started again."""
+        self.args = (f"{self.summary}; {why_final}{self._end_of_log}",)
+        return self
+
 
 class RoleProcess:
     """One running role. It is in a session of its own (Ctrl-C reaches the conductor alone) and dies with it."""
@@ -30,6 +44,7 @@ class RoleProcess:
         self._seen: list[psutil.Process] = []
         self.log_path = log_dir / f"{role.name}.log"
         with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 tied_command(role.command),
                 env=role.environment or None,
@@ -76,10 +91,7 @@ class RoleProcess:
             return []
 
     def failure(self) -> RoleFailed:
-        return RoleFailed(
-            f"{self.role.name} {describe_exit(self._process.returncode)}; the end of {self.log_path}:\n"
-            f"{tail(self.log_path)}"
-        )
+        return RoleFailed(self.role.name, self._process.returncode, self.log_path, self._log_start)
 
 
 def watch(roles: Sequence[RoleProcess]) -> bool:
@@ -113,6 +125,10 @@ def describe_exit(code: int) -> str:
     return f"ended early with exit code {code}" if code else "ended before the run was over"
 
 
-def tail(path: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a text file; what cannot be decoded is replaced."""
-    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+def text_from(path: Path, start: int) -> str:
+    """A text file from byte `start` on; what cannot be decoded is replaced."""
+    return path.read_bytes()[start:].decode(errors="replace")
+
+
+def last_lines(text: str, lines: int = TAIL_LINES) -> str:
+    return "\n".join(text.splitlines()[-lines:])

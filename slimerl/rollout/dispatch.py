@@ -17,7 +17,7 @@ from typing import Any
 
 from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
 from slimerl.engine.protocol import Generation, SamplingParams
-from slimerl.resilience.deadline import DeadlineExceeded
+from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.rollout.engines import Engines
 from slimerl.rollout.router import Query, Reservation, Router
 from slimerl.samples.messages import EngineState
@@ -32,6 +32,9 @@ RETRY_DELAYS_S = (0.1, 0.5)
 SUSPECT_AFTER = 3
 """Failures in a row after which an engine is asked whether it is healthy."""
 PROBE_S = 5.0
+PROBE_PAUSE_S = 0.2
+LOST = "engine_lost"
+"""Reason of a try whose engine was taken out of service meanwhile."""
 _NAMED = 8
 """Requests that an error names at most."""
 
@@ -115,24 +118,28 @@ class Dispatcher:
         avoid: frozenset[str] = frozenset()
         session = request.session or request.request_id
         expected = request.expected_new_tokens or request.params.max_new_tokens
-        for number in range(1, MAX_TRIES + 1):
+        number, lost = 1, 0
+        while True:
             slot = await self._acquire(Query(session, request.group, request.tokens, expected, avoid), urgent)
             generated = 0
             try:
-                if number == 1:
+                if number + lost == 1:
                     started()
                 generation = await self._try(slot, request)
                 generated = len(generation.tokens)
-                return Completion(generation, slot.engine_id, number)
+                return Completion(generation, slot.engine_id, number + lost)
             except _TryFailed as failure:
                 if not failure.again or number == MAX_TRIES:
                     raise GenerationFailed(request.request_id, failure.reason, str(failure)) from failure
                 logger.warning("%s failed on %s, tried again: %s", request.request_id, slot.engine_id, failure)
+                if failure.reason == LOST:
+                    lost += 1  # it says nothing of the request, and one in service is waited for
+                    continue
             finally:
                 self._release(slot, generated)
             avoid |= {slot.engine_id}
             await asyncio.sleep(RETRY_DELAYS_S[number - 1])
-        raise AssertionError("unreachable: the last try returns or raises")
+            number += 1
 
     def has_room(self) -> bool:
         """Would a request be sent at once?"""
@@ -262,7 +269,7 @@ class Dispatcher:
             if current is not None and current.cancelling():
                 raise  # the caller was cancelled, not the request alone
             detail = f"engine {engine_id} was taken out of service meanwhile"
-            raise _TryFailed("engine_lost", detail, again=True, suspect=False) from None
+            raise _TryFailed(LOST, detail, again=True, suspect=False) from None
         finally:
             self._asking[engine_id].discard(task)
 
@@ -281,6 +288,7 @@ class Dispatcher:
         except EngineTimeout as error:
             raise _TryFailed("timeout", str(error), again=True, suspect=True) from error
         except EngineUnreachable as error:
+            await self._given_time(engine_id)
             raise _TryFailed("unreachable", str(error), again=True, suspect=True) from error
         except EngineRefused as error:
             # 4xx: the request itself is at fault, and another engine would say the same.
@@ -288,6 +296,15 @@ class Dispatcher:
             raise _TryFailed("engine_error" if again else "refused", str(error), again, suspect=again) from error
         except EngineError as error:
             raise _TryFailed("bad_answer", str(error), again=False, suspect=False) from error
+
+    async def _given_time(self, engine_id: str) -> None:
+        """The only engine: until it answers again or, cancelled by `interrupt`, whoever watches it says it ended."""
+        others = (one for one in self.router.engines() if one.engine_id != engine_id)
+        if any(one.state is EngineState.SERVING for one in others):
+            return
+        deadline = Deadline(f"engine {engine_id} to answer again", PROBE_S)
+        while deadline.remaining_s and not await self.engines[engine_id].healthy(timeout_s=deadline.remaining_s):
+            await asyncio.sleep(min(PROBE_PAUSE_S, deadline.remaining_s))
 
     def _suspect(self, engine_id: str) -> None:
         self._failures[engine_id] += 1

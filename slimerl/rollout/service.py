@@ -21,6 +21,7 @@ from slimerl.rollout.admission import GateError
 from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation, EvaluationError
 from slimerl.rollout.loop_lag import LoopLag
+from slimerl.rollout.returning import ReturningEngines
 from slimerl.rollout.router import Router, RouterError
 from slimerl.rollout.scheduler import RolloutStopped, Scheduler
 from slimerl.rollout.weights import HoldError, WeightHold
@@ -29,7 +30,9 @@ from slimerl.samples.messages import (
     BatchManifest,
     BatchTrained,
     EngineInfo,
+    EngineLost,
     EngineState,
+    EvaluateReply,
     EvaluateRequest,
     FetchRequest,
     HoldRequest,
@@ -39,6 +42,7 @@ from slimerl.samples.messages import (
     ReleaseRequest,
     RolloutState,
     Status,
+    SyncWanted,
     decode,
     encode,
 )
@@ -81,6 +85,7 @@ class ControlService:
     weights: WeightHold
     evaluation: Evaluation
     lag: LoopLag
+    returning: ReturningEngines = field(default_factory=ReturningEngines)
     shutdown: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the role is to end."""
     _progress: asyncio.Event = field(default_factory=asyncio.Event)
@@ -89,6 +94,7 @@ class ControlService:
         self.scheduler.progressed = self._progressed
         self.scheduler.dispatcher.changed = self._engines_changed
         self.weights.released = self._released
+        self.weights.returning = self.returning
 
     def application(self) -> web.Application:
         application = web.Application(middlewares=[self._guard], client_max_size=MAX_REQUEST_BYTES)
@@ -98,6 +104,7 @@ class ControlService:
                 web.get(Path.STATUS, self._status),
                 web.get(Path.ENGINES, self._engines),
                 web.post(Path.REGISTER_ENGINE, self._register),
+                web.post(Path.ENGINE_LOST, self._lost),
                 web.post(Path.HOLD, self._hold),
                 web.post(Path.RELEASE, self._release),
                 web.post(Path.NEXT_BATCH, self._next_batch),
@@ -121,6 +128,7 @@ class ControlService:
             trained=counts.trained,
             dropped=counts.dropped,
             engines=self.router.engines(),
+            returning=self.returning.names(),
         )
 
     def stop(self) -> None:
@@ -153,15 +161,19 @@ class ControlService:
         return _answer(self.router.engines())
 
     async def _register(self, request: web.Request) -> web.Response:
-        """Answers with the engine as it is kept: JOINING, or as before where its first answer was lost."""
-        engine = await _message(request, EngineInfo)
+        return _answer(self.register(await _message(request, EngineInfo)))
+
+    def register(self, engine: EngineInfo) -> EngineInfo:
+        """The engine as it is kept: JOINING, or as before where its first answer was lost."""
         if self._is_known(engine):
-            return _answer(self.router.engine(engine.engine_id))
+            return self.router.engine(engine.engine_id)
         self.clients.add(engine)
         self.router.join(engine)
+        self.returning.registered(engine.engine_id)
         logger.info("engine %s registered at %s", engine.engine_id, engine.url)
         self.weights.joined()
-        return _answer(self.router.engine(engine.engine_id))
+        self._progressed()
+        return self.router.engine(engine.engine_id)
 
     def _is_known(self, engine: EngineInfo) -> bool:
         """Is it this very server that has registered before? The key is new with every start of a server."""
@@ -170,6 +182,19 @@ class ControlService:
             and known.state is not EngineState.DEAD
             for known in self.router.engines()
         )
+
+    async def _lost(self, request: web.Request) -> web.Response:
+        return _answer(self.lost(await _message(request, EngineLost)))
+
+    def lost(self, lost: EngineLost) -> EngineInfo:
+        """Nothing waits for it any more but for its return; the engine as it was. Raises RouterError: unknown."""
+        engine = self.router.engine(lost.engine_id)
+        logger.error("engine %s has ended: %s", lost.engine_id, lost.reason)
+        self.returning.lost(lost.engine_id, lost.returns_s)
+        self.router.leave(lost.engine_id, lost.reason)
+        self.scheduler.dispatcher.interrupt(lost.engine_id)
+        self.scheduler.dispatcher.refresh()
+        return engine
 
     async def _hold(self, request: web.Request) -> web.Response:
         return _answer(await self.weights.hold(await _message(request, HoldRequest)))
@@ -182,8 +207,8 @@ class ControlService:
     async def _next_batch(self, request: web.Request) -> web.Response:
         return _answer(await self.next_batch(await _message(request, NextBatchRequest)))
 
-    async def next_batch(self, request: NextBatchRequest) -> BatchManifest:
-        """Wait for the batch of a step.
+    async def next_batch(self, request: NextBatchRequest) -> BatchManifest | SyncWanted:
+        """Wait for the batch of a step, or for engines that a weight sync would bring into service.
 
         Raises:
             DeadlineExceeded, RolloutStopped, StoreError: see the module's docstring.
@@ -196,6 +221,8 @@ class ControlService:
                 worst_lag_s = self.lag.take_worst_s()
                 metrics = {**manifest.metrics, "rollout/event_loop_lag_s": worst_lag_s}
                 return msgspec.structs.replace(manifest, metrics=metrics)
+            if engines := self._unsynced():
+                return SyncWanted(engines)
             self._refuse_hopeless()
             deadline.check(self._what_is_missing())
             try:
@@ -204,21 +231,30 @@ class ControlService:
             except TimeoutError:
                 continue
 
+    def _unsynced(self) -> list[str]:
+        """Engines that have registered since the last sync."""
+        if self.router.version < 0 or self.weights.busy:
+            return []
+        return [one.engine_id for one in self.router.engines() if one.state is EngineState.JOINING]
+
     def _refuse_hopeless(self) -> None:
         """Raises NoEngine when nothing will ever answer, instead of waiting for the deadline."""
         if self.shutdown.is_set():
             raise NoEngine("the rollout role is shutting down")
         if self.router.version < 0:
             raise HoldError("no weights have been released yet; sync them before asking for a batch")
-        serving = any(engine.state is EngineState.SERVING for engine in self.router.engines())
         judging = self.scheduler.store.in_state(SampleState.GENERATED)
         # While weights are held the engines may yet come into service.
-        if not (serving or judging or self.scheduler.dispatcher.in_flight or self.weights.busy):
+        coming = self.returning.names() or self.weights.busy
+        if not (self._serving() or coming or judging or self.scheduler.dispatcher.in_flight):
             states = "; ".join(
                 f"{engine.engine_id} is {engine.state}: {self.router.reasons().get(engine.engine_id, 'awaits a sync')}"
                 for engine in self.router.engines()
             )
             raise NoEngine(f"no engine serves version {self.router.version}: {states or 'none has registered'}")
+
+    def _serving(self) -> bool:
+        return any(engine.state is EngineState.SERVING for engine in self.router.engines())
 
     def _what_is_missing(self) -> str:
         store = self.scheduler.store
@@ -227,7 +263,8 @@ class ControlService:
         return (
             f"{ready} of {self.scheduler.settings.groups_per_step} groups ready, {len(store.open_groups())} under way; "
             f"requests running: {self.scheduler.dispatcher.in_flight} ({running or 'none'}); "
-            f"weights {self.weights.busy or 'not held'}"
+            f"weights {self.weights.busy or 'not held'}; engines expected back: "
+            f"{', '.join(self.returning.names()) or 'none'}"
         )
 
     async def _trained(self, request: web.Request) -> web.Response:
@@ -245,7 +282,27 @@ class ControlService:
         return _answer(payloads)
 
     async def _evaluate(self, request: web.Request) -> web.Response:
-        return _answer(await self.evaluation.run(await _message(request, EvaluateRequest)))
+        return _answer(await self.evaluate(await _message(request, EvaluateRequest)))
+
+    async def evaluate(self, request: EvaluateRequest) -> EvaluateReply | SyncWanted:
+        """The evaluation, or, where its engines have ended and others came, what these need first.
+
+        Raises:
+            EvaluationError, DeadlineExceeded: see `Evaluation.run`.
+        """
+        evaluating = asyncio.ensure_future(self.evaluation.run(request))
+        try:
+            while not evaluating.done():
+                self._progress.clear()
+                if not self._serving() and (engines := self._unsynced()):
+                    return SyncWanted(engines)
+                progress = asyncio.ensure_future(self._progress.wait())
+                await asyncio.wait([evaluating, progress], return_when=asyncio.FIRST_COMPLETED)
+                progress.cancel()
+            return await evaluating
+        finally:
+            evaluating.cancel()
+            await asyncio.gather(evaluating, return_exceptions=True)
 
     async def _state(self, _: web.Request) -> web.Response:
         """Answers with a `RolloutState`."""

@@ -21,6 +21,7 @@ from slimerl.engine.protocol import PauseMode
 from slimerl.resilience.deadline import Deadline
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import Engines
+from slimerl.rollout.returning import ReturningEngines
 from slimerl.samples.messages import EngineInfo, EngineState, HoldReply, HoldRequest, ReleaseRequest
 from slimerl.telemetry import trace
 
@@ -48,6 +49,7 @@ class WeightHold:
     Args of the constructor:
         engines_expected: the first hold waits for so many to register, up to `start_s` or the lease's seconds.
         on_update: `rollout.on_update` of the spec.
+        returning: engines that are being started again; a hold for which no other is left waits for them.
         released: called with the version that engines serve from now on.
     """
 
@@ -57,6 +59,7 @@ class WeightHold:
     start_s: float
     on_update: Literal["retract", "in_place", "abort", "drain"] = "retract"
     released: Callable[[int], None] = lambda version: None
+    returning: ReturningEngines = field(default_factory=ReturningEngines)
     _busy: str = ""
     """What is going on, for those who must be refused."""
     _lease: _Lease | None = None
@@ -79,7 +82,9 @@ class WeightHold:
         begun = time.monotonic()
         try:
             if router.version < 0:
-                await self._all_registered(min(self.start_s, request.lease_s))
+                await self._registered(self.engines_expected, min(self.start_s, request.lease_s))
+            elif not self._alive() and (wait_s := min(self.returning.remaining_s, request.lease_s)):
+                await self._registered(1, wait_s)
             if self.on_update == "drain":
                 await self.dispatcher.drain(request.lease_s)
             else:
@@ -87,7 +92,7 @@ class WeightHold:
         except BaseException:
             self._busy = ""
             raise
-        engines = tuple(engine for engine in router.engines() if engine.state is not EngineState.DEAD)
+        engines = tuple(self._alive())
         if not engines:
             self._end()
             raise HoldError(f"no engine is left to hold: {router.reasons() or 'none has registered'}")
@@ -143,14 +148,15 @@ class WeightHold:
             self._expiry.cancel()
             await asyncio.gather(self._expiry, return_exceptions=True)
 
-    async def _all_registered(self, within_s: float) -> None:
-        """The first version goes to all engines at once: before it nothing could be served anyway."""
-        router = self.dispatcher.router
-        deadline = Deadline(f"{self.engines_expected} engines to register", within_s)
-        while len(alive := [one.engine_id for one in router.engines() if one.state is not EngineState.DEAD]) < (
-            self.engines_expected
-        ):
-            deadline.check(f"registered: {', '.join(alive) or 'none'}; see the logs of the missing engines")
+    def _alive(self) -> list[EngineInfo]:
+        return [one for one in self.dispatcher.router.engines() if one.state is not EngineState.DEAD]
+
+    async def _registered(self, count: int, within_s: float) -> None:
+        """So many: of the first version all at once, for before it nothing could be served anyway."""
+        deadline = Deadline(f"{count} engine{'s'[: count > 1]} to register", within_s)
+        while len(alive := self._alive()) < count:
+            names = ", ".join(one.engine_id for one in alive)
+            deadline.check(f"registered: {names or 'none'}; see the logs of the missing engines")
             self._changed.clear()
             # The deadline is looked at again when nobody comes.
             await _wait(self._changed, deadline.remaining_s)

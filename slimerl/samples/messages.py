@@ -26,6 +26,7 @@ class Path(StrEnum):
     STATUS = "/status"
     ENGINES = "/engines"
     REGISTER_ENGINE = "/engines/register"
+    ENGINE_LOST = "/engines/lost"
     HOLD = "/weights/hold"
     RELEASE = "/weights/release"
     NEXT_BATCH = "/batches/next"
@@ -62,6 +63,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
     tensor_parallel: int
     state: EngineState = EngineState.JOINING
     version: int = -1
+
+
+class EngineLost(msgspec.Struct, frozen=True):
+    """An engine has ended; it is expected to register again within `returns_s`, 0: never."""
+
+    engine_id: str
+    reason: str
+    returns_s: float
 
 
 class HoldRequest(msgspec.Struct, frozen=True):
@@ -105,13 +114,20 @@ class SampleMeta(msgspec.Struct, frozen=True):
     finish_reason: str
 
 
-class BatchManifest(msgspec.Struct, frozen=True):
+class BatchManifest(msgspec.Struct, frozen=True, tag=True):
     """The samples of one training step, whole groups, and what the rollout measured while making them."""
 
     batch_id: str
     step: int
     samples: list[SampleMeta]
     metrics: dict[str, float] = {}
+
+
+class SyncWanted(msgspec.Struct, frozen=True, tag=True):
+    """Instead of what was asked for: these engines have registered again, and serve after a sync of the present
+    version. Ask again after it."""
+
+    engines: list[str]
 
 
 class BatchTrained(msgspec.Struct, frozen=True):
@@ -140,7 +156,7 @@ class EvaluateRequest(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
-class EvaluateReply(msgspec.Struct, frozen=True):
+class EvaluateReply(msgspec.Struct, frozen=True, tag=True):
     step: int
     version: int
     accuracy: float
@@ -203,6 +219,8 @@ class Status(msgspec.Struct, frozen=True):
     trained: int
     dropped: dict[str, int]
     engines: list[EngineInfo]
+    returning: list[str] = []
+    """Engines that ended and are being started again."""
 
 
 class Refusal(msgspec.Struct, frozen=True):

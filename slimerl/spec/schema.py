@@ -258,6 +258,15 @@ class CheckpointSpec(Strict):
     """What becomes of the run when a checkpoint cannot be written (disk full)."""
 
 
+class ResilienceSpec(Strict):
+    """What is started again where it failed; each time is counted and said. Errors that would come again are not."""
+
+    run_restarts: NonNegative = 3
+    """The whole run, from its newest checkpoint, where trainer or rollout role ended."""
+    engine_restarts: NonNegative = 3
+    """Each engine, in the running run; it serves again after a weight sync."""
+
+
 class DeadlineSpec(Strict):
     """Upper bounds of every wait; what is exceeded is named in the error."""
 
@@ -298,6 +307,7 @@ class RunSpec(Strict):
     sync: SyncSpec = SyncSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    resilience: ResilienceSpec = ResilienceSpec()
     deadlines: DeadlineSpec = DeadlineSpec()
 
     @property

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+RESTARTED = "restarted"
+"""Name of the events of roles that were started again."""
 
 
 class RunLog:
@@ -86,6 +88,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def exported(events: Sequence[Mapping[str, Any]]) -> bool:
     """Do the events of a run say that it wrote its model, and so came to its end?"""
     return any(event.get("phase") == "export" and event["edge"] == "end" for event in events)
+
+
+def append_event(run_dir: Path, step: int, kind: str, name: str, text: str) -> None:
+    """`RunLog.event` of a process that is not the writer of the record: one whole line at the end."""
+    record = {"step": step, "edge": kind, "name": name, "text": text, "time": time.time()}
+    with (run_dir / EVENTS_FILE).open("a", encoding="utf-8") as file:
+        _write(file, record)
 
 
 def _keep_until(path: Path, step: int) -> None:

@@ -118,6 +118,8 @@ def run_rank(spec: RunSpec) -> None:
         source, syncer = assembly.with_engines(spec, policy, client)
         if assembly.shares_gpus(spec, capabilities):
             syncer = turns = assembly.in_turns(spec, policy, syncer)
+        else:
+            syncer = assembly.repeated(policy, syncer, client)
     else:
         source, syncer = assembly.without_engines(spec, policy)
     with trace.span("resume"):

@@ -29,7 +29,7 @@ from slimerl.training.model_config import (
 )
 from slimerl.training.needs import unsupplied
 from slimerl.training.optimizer import build_optimizer, build_schedule
-from slimerl.training.parallel import Grid
+from slimerl.training.parallel import Grid, broadcast_bytes
 from slimerl.training.rollout_client import RolloutClient
 from slimerl.training.rollout_source import RolloutSource
 from slimerl.training.sft_data import RowSource, load_tokenizer, read_samples
@@ -109,6 +109,18 @@ def with_engines(spec: RunSpec, policy: Policy, client: RolloutClient | None) ->
 
     syncer = build_syncer(spec, policy.chunks, policy.map, policy.grid, client)
     return RolloutSource(spec, policy.grid, policy.algorithm, policy.batching, client), syncer
+
+
+def repeated(policy: Policy, syncer: Syncer, client: RolloutClient | None) -> Syncer:
+    """In place of that syncer: tried again where its engines ended and come back. Called on every rank."""
+    from slimerl.training.repeated_sync import RepeatedSync
+
+    grid = policy.grid
+
+    def agree(value: bool) -> bool:
+        return broadcast_bytes(b"\1" if value else b"\0", grid, source=0) == b"\1"
+
+    return RepeatedSync(syncer, client.status if client is not None and grid.is_first else None, agree)
 
 
 def in_turns(spec: RunSpec, policy: Policy, syncer: Syncer) -> "ColocatedSyncer":

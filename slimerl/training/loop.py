@@ -15,7 +15,7 @@ from slimerl.training.alarms import Alarms
 from slimerl.training.checkpoint.write import SaveFailed
 from slimerl.training.clock import Log, StepClock
 from slimerl.training.memory import FreedMemory
-from slimerl.training.source import Source
+from slimerl.training.source import Source, StepInput
 from slimerl.training.step import PolicyTrainer
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def train(run: Run) -> None:
     at_the_end, freed = _Deferred(), FreedMemory()
     _begin(run, clock)
     for step in range(run.done_steps + 1, steps + 1):
-        batch = run.source.take(step, clock)
+        batch = _take(run, clock, step)
         _take_memory_back(run, clock, step)
         with clock(step, "train"):
             figures = dict(batch.figures) | run.trainer.step(batch.minibatches)
@@ -188,6 +188,13 @@ def _begin(run: Run, clock: StepClock) -> None:
     clock.take()
 
 
+def _take(run: Run, clock: StepClock, step: int) -> StepInput:
+    """The batch of `step`; engines that were started again meanwhile get the present weights."""
+    while (batch := run.source.take(step, clock)) is None:
+        _publish(run, clock, version=step - 1)
+    return batch
+
+
 def _publish(run: Run, clock: StepClock, version: int) -> dict[str, float]:
     with clock(version, "sync"):
         seconds = run.syncer.sync(version)
@@ -208,8 +215,12 @@ def _checkpoint(run: Run, clock: StepClock, step: int, at_the_end: _Deferred) ->
 def _evaluate(run: Run, clock: StepClock, step: int) -> dict[str, float]:
     if run.spec.data.eval_path is None:
         return {}
-    with clock(step, "evaluate"):
-        return run.source.evaluate(step, run.trainer)
+    while True:
+        with clock(step, "evaluate"):
+            figures = run.source.evaluate(step, run.trainer)
+        if figures is not None:
+            return figures
+        _publish(run, clock, version=step)
 
 
 def _evaluation_due(spec: RunSpec, step: int) -> bool:

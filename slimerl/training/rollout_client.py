@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,6 +20,8 @@ from slimerl.samples.messages import (
     TOKEN_HEADER,
     BatchManifest,
     BatchTrained,
+    EngineInfo,
+    EngineLost,
     EvaluateReply,
     EvaluateRequest,
     FetchRequest,
@@ -32,6 +34,7 @@ from slimerl.samples.messages import (
     SamplePayload,
     ServiceAddress,
     Status,
+    SyncWanted,
     decode,
     encode,
 )
@@ -41,8 +44,6 @@ POLL_S = 0.2
 
 ANSWER_MARGIN_S = 10.0
 """How long after its own deadline the service may still be answering that it has passed."""
-
-Answer = TypeVar("Answer")
 
 
 class ServiceFailed(RuntimeError):
@@ -85,10 +86,10 @@ class RolloutClient:
     def status(self) -> Status:
         return self._ask("GET", Endpoint.STATUS, None, Status)
 
-    def next_batch(self, step: int, timeout_s: float) -> BatchManifest:
+    def next_batch(self, step: int, timeout_s: float) -> BatchManifest | SyncWanted:
         """Wait for the samples of `step`. Raises ServiceFailed (also when the service waited in vain)."""
-        request = NextBatchRequest(step, timeout_s)
-        return self._ask("POST", Endpoint.NEXT_BATCH, request, BatchManifest, timeout_s + ANSWER_MARGIN_S)
+        request, kinds = NextBatchRequest(step, timeout_s), BatchManifest | SyncWanted
+        return self._ask("POST", Endpoint.NEXT_BATCH, request, kinds, timeout_s + ANSWER_MARGIN_S)
 
     def trained(self, batch_id: str, version: int) -> None:
         """The batch has been used; the weights are now `version`."""
@@ -109,10 +110,14 @@ class RolloutClient:
     def release(self, request: ReleaseRequest) -> None:
         self._ask("POST", Endpoint.RELEASE, request, None)
 
-    def evaluate(self, step: int, timeout_s: float) -> EvaluateReply:
+    def evaluate(self, step: int, timeout_s: float) -> EvaluateReply | SyncWanted:
         """Run the held-out prompts with the present weights."""
-        request = EvaluateRequest(step, timeout_s)
-        return self._ask("POST", Endpoint.EVALUATE, request, EvaluateReply, timeout_s + ANSWER_MARGIN_S)
+        request, kinds = EvaluateRequest(step, timeout_s), EvaluateReply | SyncWanted
+        return self._ask("POST", Endpoint.EVALUATE, request, kinds, timeout_s + ANSWER_MARGIN_S)
+
+    def engine_lost(self, lost: EngineLost) -> EngineInfo:
+        """An engine has ended. Returns it as it was; raises ServiceFailed where it had not registered."""
+        return self._ask("POST", Endpoint.ENGINE_LOST, lost, EngineInfo)
 
     def state(self) -> RolloutState:
         """What the rollout role has to know to go on from here; ask after `trained`."""
@@ -131,13 +136,14 @@ class RolloutClient:
         method: str,
         path: Endpoint,
         message: msgspec.Struct | None,
-        kind: type[Answer] | None,
+        kind: Any,
         timeout_s: float | None = None,
-    ) -> Answer:
+    ) -> Any:
+        """Args: `kind`: of the answer, as msgspec takes it; None: there is none."""
         body = encode(message) if message is not None else b""
         answer = self._call(method, path, body, timeout_s or self._request_s)
         if kind is None:
-            return None  # type: ignore[return-value]
+            return None
         try:
             return decode(answer, kind)
         except msgspec.MsgspecError as error:

@@ -8,7 +8,16 @@ fetches the payload of that replica's samples alone and passes it on inside the 
 import msgspec
 
 from slimerl.algorithms import Algorithm
-from slimerl.samples.messages import BatchManifest, RolloutState, SampleMeta, SamplePayload, decode, encode
+from slimerl.samples.messages import (
+    BatchManifest,
+    EvaluateReply,
+    RolloutState,
+    SampleMeta,
+    SamplePayload,
+    SyncWanted,
+    decode,
+    encode,
+)
 from slimerl.spec import RunSpec
 from slimerl.telemetry import trace
 from slimerl.training.batching import Batching
@@ -31,10 +40,13 @@ class RolloutSource:
         self._batching = batching
         self._batch_id = ""
 
-    def take(self, step: int, clock: StepClock) -> StepInput:
-        """Wait for the batch of `step`. Raises ServiceFailed, DeadlineExceeded or BadSample."""
+    def take(self, step: int, clock: StepClock) -> StepInput | None:
+        """Wait for the batch of `step`; None: engines want the present weights first. Raises ServiceFailed,
+        DeadlineExceeded or BadSample."""
         with clock(step, "wait"):
             manifest = self._manifest(step)
+        if isinstance(manifest, SyncWanted):
+            return None
         self._batch_id = manifest.batch_id
         with clock(step, "fetch"):
             metas = manifest.samples
@@ -62,10 +74,14 @@ class RolloutSource:
         if self._grid.is_first and self._client is not None:
             self._client.trained(self._batch_id, version=step)
 
-    def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float]:
-        if not self._grid.is_first or self._client is None:
-            return {}
-        reply = self._client.evaluate(step, self._spec.deadlines.batch_s)
+    def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float] | None:
+        data = None
+        if self._grid.is_first and self._client is not None:
+            data = encode(self._client.evaluate(step, self._spec.deadlines.batch_s))
+        data = broadcast_bytes(data, self._grid, source=0)
+        reply = msgspec.msgpack.decode(data, type=EvaluateReply | SyncWanted)
+        if isinstance(reply, SyncWanted):
+            return None
         return {
             "eval/accuracy": reply.accuracy,
             "eval/prompts": float(reply.prompts),
@@ -80,11 +96,11 @@ class RolloutSource:
         if self._grid.is_first and self._client is not None:
             self._client.restore(decode(state, RolloutState))
 
-    def _manifest(self, step: int) -> BatchManifest:
+    def _manifest(self, step: int) -> BatchManifest | SyncWanted:
         data = None
         if self._grid.is_first and self._client is not None:
             data = encode(self._client.next_batch(step, self._spec.deadlines.batch_s))
-        return decode(broadcast_bytes(data, self._grid, source=0), BatchManifest)
+        return msgspec.msgpack.decode(broadcast_bytes(data, self._grid, source=0), type=BatchManifest | SyncWanted)
 
     def _samples(self, metas: list[SampleMeta], advantages: list[float], plan: StepPlan) -> dict[int, TrainingSample]:
         """This replica's samples, by their place in the manifest."""

@@ -20,16 +20,16 @@ class StepInput:
 class Source(Protocol):
     """Every method is called on every rank, in the same order."""
 
-    def take(self, step: int, clock: StepClock) -> StepInput:
-        """The samples of `step` (from 1)."""
+    def take(self, step: int, clock: StepClock) -> StepInput | None:
+        """The samples of `step` (from 1); None: engines want the present weights first, and then it is asked again."""
         ...
 
     def trained(self, step: int) -> None:
         """The samples of `step` have been used."""
         ...
 
-    def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float]:
-        """Figures of the held-out data (`eval/…`) on the first rank."""
+    def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float] | None:
+        """Figures of the held-out data (`eval/…`) on the first rank; None: as of `take`."""
         ...
 
     def state(self) -> bytes:

@@ -1,8 +1,9 @@
-"""A whole run that is killed goes on where it was: same tokens, same weights, one record."""
+"""A whole run that is killed, or whose roles are, goes on where it was: same tokens, same weights, one record."""
 
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,29 @@ def begin(spec: Path, monkeypatch, part: str, *overrides: str, fresh: bool = Tru
     return start(spec, *overrides, keep_record=not fresh, fresh=fresh)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The spec of a run that nothing disturbed; its model has learnt something already."""
+    spec = spec_of(tmp_path_factory.mktemp("undisturbed"))
+    teach_digits(spec.parent / "base")
+    with pytest.MonkeyPatch.context() as patch:
+        code, output = begin(spec, patch, "whole").finish()
+    assert code == 0, output
+    return spec
+
+
+def copy_of(whole: Path, directory: Path) -> Path:
+    """The spec of the same run, not yet begun."""
+    shutil.copytree(whole.parent / "base", directory / "base")
+    shutil.copy(whole.parent / "data.jsonl", directory)
+    return spec_of(directory)
+
+
+def same_weights(run: Path, reference: Path) -> bool:
+    ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (run, reference))
+    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
 def tokens_of(spec: Path, part: str) -> dict[str, list]:
     """Sample id → tokens, what was sampled of them."""
     lines = (spec.parent / f"{part}.jsonl").read_text().splitlines()
@@ -62,14 +86,9 @@ def tokens_of(spec: Path, part: str) -> dict[str, list]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_c1_a_killed_run_goes_on_with_the_same_tokens_and_weights_bit_for_bit(tmp_path, monkeypatch):
+def test_c1_a_killed_run_goes_on_with_the_same_tokens_and_weights_bit_for_bit(whole, tmp_path, monkeypatch):
     """Injected: SIGKILL of the conductor in the step after a checkpoint, with a changing learning rate."""
-    whole = spec_of(tmp_path / "whole")
-    teach_digits(whole.parent / "base")
-    shutil.copytree(whole.parent, tmp_path / "killed")
-    killed = spec_of(tmp_path / "killed")
-    code, output = begin(whole, monkeypatch, "whole").finish()
-    assert code == 0, output
+    killed = copy_of(whole, tmp_path)
 
     run = begin(killed, monkeypatch, "before")
     run.until_step(3)
@@ -89,10 +108,7 @@ def test_c1_a_killed_run_goes_on_with_the_same_tokens_and_weights_bit_for_bit(tm
     assert len(after) == 2 * SAMPLES, "steps 3 and 4 alone were done again"
     assert before | after == expected
     assert before.keys() & after.keys(), "step 3 was done before and after the kill"
-    ours = load_file(run_dir / "model" / "model.safetensors")
-    theirs = load_file(whole.parent / "run" / "model" / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not ours[name].equal(theirs[name])] == []
+    assert same_weights(run_dir, whole.parent / "run")
 
     records, reference = (read_records(each / "metrics.jsonl") for each in (run_dir, whole.parent / "run"))
     assert [record["step"] for record in records] == list(range(STEPS + 1))
@@ -107,3 +123,26 @@ def test_c1_a_killed_run_goes_on_with_the_same_tokens_and_weights_bit_for_bit(tm
     assert code == 2
     assert "finished" in output
     assert "--fresh" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a5_a_run_whose_engine_and_trainer_are_killed_goes_on_by_itself_to_the_same_weights(
+    whole, tmp_path, monkeypatch
+):
+    """Injected: SIGKILL of the only engine in the second step, and of a trainer rank after a checkpoint."""
+    killed = copy_of(whole, tmp_path)
+    run = begin(killed, monkeypatch, "killed")
+    run.until_step(1)
+    os.kill(run.find("slimerl.engine ").pid, signal.SIGKILL)
+    run.until_step(3)
+    os.kill(run.find("-u -m slimerl.training").pid, signal.SIGKILL)
+    code, output = run.finish()
+    assert code == 0, output
+    assert "engine-0 was killed by SIGKILL; started again (1 of 3)" in output
+    assert "trainer ended early with exit code 1; the run goes on after step 2 (1 of 3)" in output
+
+    assert tokens_of(killed, "killed") == tokens_of(whole, "whole")
+    assert same_weights(run.directory, whole.parent / "run")
+    assert [record["step"] for record in read_records(run.directory / "metrics.jsonl")] == list(range(STEPS + 1))
+    assert run.left_behind() == []

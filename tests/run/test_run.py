@@ -66,7 +66,7 @@ ROLES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ROLES)
 def test_a5_the_kill_of_any_role_ends_the_run_by_name_and_leaves_nothing(spec, role):
-    run = start(spec, "training.steps=1000")
+    run = start(spec, "training.steps=1000", "resilience.run_restarts=0", "resilience.engine_restarts=0")
     run.until_step(1)
     os.kill(run.find(ROLES[role]).pid, signal.SIGKILL)
     code, output = run.finish(within_s=60)

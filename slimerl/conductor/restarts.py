@@ -1,0 +1,123 @@
+"""What is started again where it failed: an engine in the running run, or the whole run from its newest checkpoint.
+
+Flows in: `RoleFailed`s. Flows out: new role processes, or leave to start over; each is said, and counted in the record.
+Invariant: whatever is refused here ends the run with the failure's own message and the reason.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from slimerl.conductor.supervise import RoleFailed, RoleProcess
+from slimerl.resilience.deadline import DeadlineExceeded
+from slimerl.resilience.failure_kinds import RestartBudget
+from slimerl.samples.messages import ADDRESS_FILE, EngineLost, ServiceAddress
+from slimerl.spec import RunSpec
+from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, RESTARTED, append_event, exported, read_records
+from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps, unusable_names
+from slimerl.training.rollout_client import RolloutClient, ServiceFailed
+
+REPORT_S = 5.0
+"""For the rollout role to take note of an engine's end."""
+
+Say = Callable[[str], None]
+
+
+class EngineRestarts:
+    """Of all engines of a run."""
+
+    def __init__(self, spec: RunSpec, say: Say) -> None:
+        self._spec, self._say = spec, say
+        self._budgets: dict[str, RestartBudget] = {}
+
+    def replace_ended(self, roles: list[RoleProcess]) -> None:
+        """Start engines that ended again, in place. Where any other role has ended, nothing: that is to be told."""
+        ended = [role for role in roles if role.exit_code is not None]
+        if any(role.role.engine_id is None for role in ended):
+            return
+        for role in ended:
+            self._replace(roles, role)
+
+    def _replace(self, roles: list[RoleProcess], role: RoleProcess) -> None:
+        failure, engine_id = role.failure(), role.role.engine_id or ""
+        allowed = self._spec.resilience.engine_restarts
+        budget = self._budgets.setdefault(engine_id, RestartBudget(allowed))
+        versions = self._report(engine_id, failure.summary)
+        refusal = budget.refusal(failure.kind, versions, self._impossible)
+        if refusal is not None:
+            self._report(engine_id, failure.summary, returns_s=0.0)
+            raise failure.because(f"{engine_id} is not started again: {refusal}")
+        role.end(0.0)
+        roles[roles.index(role)] = RoleProcess(role.role, role.log_path.parent)
+        text = f"{failure.summary}; started again ({budget.used} of {allowed}), it serves after a weight sync"
+        self._say(text)
+        record_restart(self._spec.run_dir, text)
+
+    def _impossible(self) -> str:
+        if self._spec.shares_gpus and _has_cuda():
+            return "it would start on GPUs whose memory the trainer may hold; the run starts over instead"
+        return ""
+
+    def _report(self, engine_id: str, reason: str, returns_s: float | None = None) -> float:
+        """Tell the rollout role, so that no request waits for the engine in vain; returns how many versions the engine
+        has served."""
+        back_s = self._spec.deadlines.start_s if returns_s is None else returns_s
+        try:
+            address = msgspec.json.decode((self._spec.run_dir / ADDRESS_FILE).read_bytes(), type=ServiceAddress)
+            was = RolloutClient(address, REPORT_S).engine_lost(EngineLost(engine_id, reason, back_s))
+        except (OSError, ServiceFailed, DeadlineExceeded):
+            return 0.0  # it never registered, or the rollout role is gone, too, which is seen next
+        return was.version + 1.0
+
+
+class RunRestarts:
+    """Of one run."""
+
+    def __init__(self, spec: RunSpec, say: Say) -> None:
+        self._spec, self._say = spec, say
+        self._budget = RestartBudget(spec.resilience.run_restarts)
+        self._text = ""
+
+    def start_over(self, failure: RoleFailed) -> bool:
+        """Every role has ended: may the run start over? Returns whether from its beginning (no checkpoint is there).
+
+        Raises RoleFailed: it may not.
+        """
+        steps = max((record["step"] for record in read_records(self._spec.run_dir / METRICS_FILE)), default=-1) + 1
+        refusal = self._budget.refusal(failure.kind, steps, self._impossible)
+        if refusal is not None:
+            raise failure.because(f"the run does not start over: {refusal}")
+        newest = next(iter(complete_steps(self._spec.run_dir / CHECKPOINTS_DIR)), None)
+        where = "from its beginning, for it has no checkpoint yet" if newest is None else f"after step {newest}"
+        self._text = f"{failure.summary}; the run goes on {where} ({self._budget.used} of {self._budget.allowed})"
+        self._say(self._text)
+        return newest is None
+
+    def record(self) -> None:
+        """What `start_over` said, once the record of the start to come is there."""
+        record_restart(self._spec.run_dir, self._text)
+
+    def _impossible(self) -> str:
+        run_dir = self._spec.run_dir
+        if not self._spec.checkpoint.every_steps:
+            return "it keeps no checkpoints (checkpoint.every_steps: 0)"
+        if self._spec.checkpoint.resume == "never":
+            return "checkpoint.resume: never"
+        if exported(read_records(run_dir / EVENTS_FILE)):
+            return "its model is written already"
+        unusable = unusable_names(run_dir / CHECKPOINTS_DIR)
+        if unusable and not complete_steps(run_dir / CHECKPOINTS_DIR):
+            return f"of its checkpoints none can be used: {', '.join(unusable)}"
+        return ""
+
+
+def record_restart(run_dir: Path, text: str) -> None:
+    step = max((record["step"] for record in read_records(run_dir / METRICS_FILE)), default=0)
+    append_event(run_dir, step, "note", RESTARTED, text)
+
+
+def _has_cuda() -> bool:
+    from slimerl.engine.launcher import Device, detect_device
+
+    return detect_device() is Device.CUDA
