@@ -1,5 +1,6 @@
 """Role processes: start with a log of their own, notice their end, say why, end them together."""
 
+import re
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ from slimerl.resilience.processes import kill_all
 from slimerl.resilience.tied import tied_command
 
 TAIL_LINES = 25
+_LAUNCHER_ACCOUNT = re.compile(r"^[EWI]\d{4} .*torch/distributed/elastic/.*failed \(exitcode", re.MULTILINE)
 
 HELPER_GRACE_S = 3.0
 """For processes of a role whose main process has ended."""
@@ -27,7 +29,7 @@ class RoleFailed(RuntimeError):
         log = text_from(log_path, log_start)
         self.name, self.kind = name, kind_of_exit(exit_code, log)
         self.summary = f"{name} {describe_exit(exit_code)}"
-        self._end_of_log = f"; the end of {log_path}:\n{last_lines(log)}"
+        self._end_of_log = f"; the end of {log_path}:\n{last_lines(without_launcher(log))}"
         super().__init__(self.summary + self._end_of_log)
 
     def because(self, why_final: str) -> "RoleFailed":
@@ -128,6 +130,12 @@ def describe_exit(code: int) -> str:
 def text_from(path: Path, start: int) -> str:
     """A text file from byte `start` on; what cannot be decoded is replaced."""
     return path.read_bytes()[start:].decode(errors="replace")
+
+
+def without_launcher(log: str) -> str:
+    """What the ranks of torchrun wrote: its own account of their end, longer than any message, comes last."""
+    account = _LAUNCHER_ACCOUNT.search(log)
+    return log[: account.start()].rstrip() or log if account else log
 
 
 def last_lines(text: str, lines: int = TAIL_LINES) -> str:

@@ -134,3 +134,16 @@ def test_a5_a_child_that_starts_when_its_tied_parent_is_gone_notices_it(tmp_path
     launcher = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
     subprocess.run(tied_command([sys.executable, "-c", launcher]), check=True, timeout=60)
     Deadline("the child to notice", 60).wait_until(told.exists)
+
+
+def test_what_a_rank_said_is_shown_and_not_the_account_of_its_launcher(start, tmp_path):
+    """Injected: a rank that ends with a message, under the real launcher, whose account is longer than the tail."""
+    rank = tmp_path / "rank.py"
+    rank.write_text("print('the model has 3 heads, and 2 ranks'); raise SystemExit(2)")
+    launched = f"import runpy, sys; sys.argv = ['torchrun', '--standalone', {str(rank)!r}]; "
+    role = start("trainer", launched + "runpy.run_module('torch.distributed.run', run_name='__main__')", leads=True)
+    until_ended(role)
+    with pytest.raises(RoleFailed) as failed:
+        watch([role])
+    assert str(failed.value).endswith("the model has 3 heads, and 2 ranks")
+    assert failed.value.kind == "data"
