@@ -54,11 +54,12 @@ def run(
     from slimerl.conductor.run import run as conduct
     from slimerl.conductor.supervise import RoleFailed
     from slimerl.conductor.termination import Terminated
+    from slimerl.telemetry.run_log import RecordDamaged
 
     checked = _checked(spec, overrides)
     try:
-        conduct(checked, Console(), fresh)
-    except RunDirectoryTaken as error:
+        conduct(checked, Console(markup=False), fresh)
+    except (RunDirectoryTaken, RecordDamaged) as error:
         _fail(str(error), 2)
     except RoleFailed as error:
         _fail(f"run {checked.name} failed: {error}", 1)
@@ -95,13 +96,13 @@ def check(
         from slimerl.conductor.plan_only import PlanFaults, planned_table
 
         try:
-            Console().print(planned_table(_loaded(spec, overrides), spec.parent))
+            Console(markup=False).print(planned_table(_loaded(spec, overrides), spec.parent))
         except PlanFaults as error:
             _fail(str(error), 2)
         return
     from slimerl.conductor.derived import derived_table
 
-    Console().print(derived_table(_checked(spec, overrides)))
+    Console(markup=False).print(derived_table(_checked(spec, overrides)))
 
 
 @app.command()
@@ -123,7 +124,7 @@ def doctor(
     if as_json:
         typer.echo(machine.as_json(findings))
     else:
-        machine.report(findings, Console())
+        machine.report(findings, Console(markup=False))
     raise typer.Exit(0 if machine.can_run_quickstart(findings) else 1)
 
 
@@ -250,7 +251,7 @@ def trace(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="E.g. 
     from slimerl.telemetry.perfetto import TraceError, write_trace
 
     try:
-        Console().print(f"{write_trace(run_dir)}: open it in https://ui.perfetto.dev", soft_wrap=True)
+        Console(markup=False).print(f"{write_trace(run_dir)}: open it in https://ui.perfetto.dev", soft_wrap=True)
     except TraceError as error:
         _fail(str(error), 2)
 

@@ -1,5 +1,6 @@
-"""What a run recorded: held-out accuracy before and after, seconds per step by phase, the accuracy's curve."""
+"""What a run recorded: held-out accuracy before and after, seconds per step by phase, a metric's curve."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -8,9 +9,8 @@ from rich.console import Console
 
 from slimerl.telemetry import read_records
 from slimerl.telemetry.curve import text_curve
-from slimerl.telemetry.perfetto import write_trace
 from slimerl.telemetry.report import final_table
-from slimerl.telemetry.run_log import METRICS_FILE
+from slimerl.telemetry.run_log import METRICS_FILE, RecordDamaged
 
 ACCURACY = "rollout/accuracy"
 """Runs without rollouts (supervised fine-tuning) have none; then only the table is shown."""
@@ -18,21 +18,20 @@ ACCURACY = "rollout/accuracy"
 
 def main(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run, e.g. runs/quickstart.")],
-    metric: Annotated[str, typer.Option(help="Which metric to draw; a value between 0 and 1.")] = ACCURACY,
-    trace: Annotated[bool, typer.Option("--trace", help="Merge the traces of all roles, also while it runs.")] = False,
+    metric: Annotated[str, typer.Option(help="Which metric to draw.")] = ACCURACY,
 ) -> None:
     """Print the table and the curve of RUN_DIR."""
-    console = Console(width=100)
-    if trace:
-        console.print(f"{write_trace(run_dir)}: open it in https://ui.perfetto.dev", soft_wrap=True)
-        return
-    records = read_records(run_dir / METRICS_FILE)
+    console = Console(width=100, markup=False)
+    try:
+        records = read_records(run_dir / METRICS_FILE)
+    except RecordDamaged as error:
+        raise typer.BadParameter(str(error)) from None
     if not records:
         raise typer.BadParameter(f"no step of a run is recorded in {run_dir / METRICS_FILE}")
-    drawn = [record for record in records if metric in record]
+    drawn = [record for record in records if math.isfinite(record.get(metric, math.nan))]
     if not drawn and metric != ACCURACY:
         recorded = ", ".join(sorted({name for record in records for name in record}))
-        raise typer.BadParameter(f"{run_dir} has no metric '{metric}'; it has {recorded}")
+        raise typer.BadParameter(f"{run_dir} has no finite value of a metric '{metric}'; it has {recorded}")
     console.print(final_table(run_dir, run_dir.name))
     evaluated = [record for record in records if "eval/accuracy" in record]
     if evaluated:

@@ -4,6 +4,7 @@ Flows in: `RoleFailed`s. Flows out: new role processes, or leave to start over; 
 Invariant: whatever is refused here ends the run with the failure's own message and the reason.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, RESTARTED, appe
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps, unusable_names
 from slimerl.training.rollout_client import RolloutClient, ServiceFailed
 
+NO_ROOM = 2**20
+"""Bytes."""
 REPORT_S = 5.0
 """For the rollout role to take note of an engine's end."""
 
@@ -85,7 +88,7 @@ class RunRestarts:
         Raises RoleFailed: it may not.
         """
         steps = max((record["step"] for record in read_records(self._spec.run_dir / METRICS_FILE)), default=-1) + 1
-        refusal = self._budget.refusal(failure.kind, steps, self._impossible)
+        refusal = _full_disk(self._spec.run_dir) or self._budget.refusal(failure.kind, steps, self._impossible)
         if refusal is not None:
             raise failure.because(f"the run does not start over: {refusal}")
         newest = next(iter(complete_steps(self._spec.run_dir / CHECKPOINTS_DIR)), None)
@@ -110,6 +113,12 @@ class RunRestarts:
         if unusable and not complete_steps(run_dir / CHECKPOINTS_DIR):
             return f"of its checkpoints none can be used: {', '.join(unusable)}"
         return ""
+
+
+def _full_disk(run_dir: Path) -> str:
+    """A role that cannot write its record ends, and its log, on the same disk, may not say why."""
+    free = shutil.disk_usage(run_dir).free
+    return f"the disk of {run_dir} is full ({free} bytes free); make room and start it again" if free < NO_ROOM else ""
 
 
 def record_restart(run_dir: Path, text: str) -> None:

@@ -69,10 +69,10 @@ def run(spec: RunSpec, console: Console, fresh: bool = False) -> None:
         RoleFailed: a role ended early.
         KeyboardInterrupt, Terminated: asked to stop; every role has been ended. On SIGTERM the run saves first.
     """
-    with _claimed(spec.run_dir, fresh) as run_dir:
+    with _claimed(spec, fresh) as run_dir:
         spec_file = run_dir / SPEC_FILE
         spec_file.write_text(dump_spec(spec), encoding="utf-8")
-        console.print(f"run [bold]{spec.name}[/bold]: record in {run_dir}, logs in {run_dir / 'logs'}", soft_wrap=True)
+        console.print(f"run {spec.name}: record in {run_dir}, logs in {run_dir / 'logs'}", soft_wrap=True, markup=False)
         trace.start(run_dir, "conductor")
         try:
             _run_until_done(spec, spec_file, run_dir, console)
@@ -94,7 +94,7 @@ def _run_until_done(spec: RunSpec, spec_file: Path, run_dir: Path, console: Cons
             return _run_roles(spec, spec_file, run_dir, console, EngineRestarts(spec, say))
         except RoleFailed as failure:
             from_beginning = restarts.start_over(failure)
-            _clear(run_dir, goes_on=not from_beginning)
+            _clear(spec, goes_on=not from_beginning)
             restarts.record()
 
 
@@ -104,7 +104,7 @@ def prepare(spec: RunSpec, fresh: bool = False) -> Path:
     Raises:
         RunDirectoryTaken: as `run`.
     """
-    with _claimed(spec.run_dir, fresh) as run_dir:
+    with _claimed(spec, fresh) as run_dir:
         spec_file = run_dir / SPEC_FILE
         spec_file.write_text(dump_spec(spec), encoding="utf-8")
     return spec_file
@@ -169,27 +169,55 @@ def is_held(run_dir: Path) -> bool:
 
 
 @contextmanager
-def _claimed(run_dir: Path, fresh: bool) -> Iterator[Path]:
+def _claimed(spec: RunSpec, fresh: bool) -> Iterator[Path]:
     """Hold the directory for this run alone; what an earlier run left there is gone on with, or goes where `fresh`."""
+    run_dir = spec.run_dir
     if run_dir.exists() and any(run_dir.iterdir()) and not (run_dir / LOCK).exists():
         raise RunDirectoryTaken(f"{run_dir} holds files that are no run's; set output_dir to a directory of its own")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LOCK).open("w") as lock:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / LOCK).open("w")
+    except OSError as error:
+        raise RunDirectoryTaken(f"{run_dir} cannot be the directory of a run: {error}") from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunDirectoryTaken(f"{run_dir} is in use by a running run; set output_dir=… to another") from None
-        _clear(run_dir, goes_on=not fresh and _goes_on(run_dir))
+        _clear(spec, goes_on=not fresh and _goes_on(run_dir))
         yield run_dir
 
 
-def _clear(run_dir: Path, goes_on: bool) -> None:
-    """What an earlier start left, and, where the run does not go on, its record."""
-    for name in (*_FILES_OF_A_START, *(() if goes_on else _FILES_OF_A_RECORD)):
-        (run_dir / name).unlink(missing_ok=True)
-    for name in (*_DIRECTORIES_OF_A_START, *(() if goes_on else _DIRECTORIES_OF_A_RECORD)):
-        shutil.rmtree(run_dir / name, ignore_errors=True)
-    (run_dir / "logs").mkdir(exist_ok=True)
+def _clear(spec: RunSpec, goes_on: bool) -> None:
+    """Remove what an earlier start left, and, where the run does not go on, its record.
+
+    Raises RunDirectoryTaken: the run reads some of it, or it cannot be removed.
+    """
+    leftovers = (*_FILES_OF_A_START, *_DIRECTORIES_OF_A_START)
+    record = () if goes_on else (*_FILES_OF_A_RECORD, *_DIRECTORIES_OF_A_RECORD)
+    doomed = [spec.run_dir / name for name in (*leftovers, *record)]
+    for key, path in spec.input_paths.items():
+        if lost := next((each for each in doomed if path.resolve().is_relative_to(each.resolve())), None):
+            raise RunDirectoryTaken(
+                f"{key}: {path} lies in {lost}, which starting anew removes; set output_dir=… to another directory"
+            )
+    try:
+        for path in doomed:
+            _remove(path)
+        (spec.run_dir / "logs").mkdir(exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryTaken(f"what an earlier run left cannot be removed: {error}") from None
+
+
+def _remove(path: Path) -> None:
+    """Whatever lies there. A link to a directory stays, and what it leads to is emptied: somebody wants it there."""
+    if path.is_symlink() and path.is_dir():
+        for child in path.iterdir():
+            _remove(child)
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _goes_on(run_dir: Path) -> bool:

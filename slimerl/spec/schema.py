@@ -319,6 +319,18 @@ class RunSpec(Strict):
         return self.training.export_path if self.training.export_path is not None else self.run_dir / "model"
 
     @property
+    def input_paths(self) -> dict[str, Path]:
+        """What the run reads, by key."""
+        paths = {
+            "model.path": self.model.path,
+            "model.megatron_path": self.model.megatron_path,
+            "engine.model_path": self.engine.model_path,
+            "data.train_path": self.data.train_path,
+            "data.eval_path": self.data.eval_path,
+        }
+        return {key: path for key, path in paths.items() if path is not None}
+
+    @property
     def uses_engines(self) -> bool:
         """Some algorithms read their responses from the data; all others sample them."""
         return self.algorithm.samples_responses

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimerl.telemetry.run_log import read_records
+from slimerl.telemetry.run_log import RecordDamaged, read_records
 from slimerl.telemetry.trace import TRACE_DIR
 
 TRACE_FILE = "trace.json"
@@ -71,7 +71,10 @@ def read_trace(run_dir: Path) -> Recorded:
     counters: list[Counter] = []
     left_out: dict[str, int] = defaultdict(int)
     for file in files:
-        records = read_records(file)
+        try:
+            records = read_records(file)
+        except RecordDamaged as error:
+            raise TraceError(str(error)) from None
         if not records:
             continue  # its process ended before the header was written
         header = records[0]

@@ -32,7 +32,8 @@ class Tail:
 
     def __init__(self, path: Path, from_end: bool = False) -> None:
         self._path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        # behind the last whole line: a torn one after it is cut off by the next writer
+        self._offset = path.read_bytes().rfind(b"\n") + 1 if from_end and path.exists() else 0
         self._inode = path.stat().st_ino if path.exists() else None
 
     def new(self) -> Iterator[dict[str, Any]]:

@@ -76,13 +76,33 @@ class RunLog:
         self.close()
 
 
+class RecordDamaged(ValueError):
+    """A line of a record is none; names file and line."""
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The whole records of a .jsonl file; an unfinished last line is left out. Missing file: no records."""
+    """The whole records of a .jsonl file; an unfinished last line is left out. Missing file: no records.
+
+    Raises RecordDamaged.
+    """
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    return [json.loads(line) for line in whole.splitlines()]
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RecordDamaged(f"{path} cannot be read: {error}") from None
+    whole = data[: data.rfind(b"\n") + 1]
+    return [_record(path, number, line) for number, line in enumerate(whole.splitlines(), start=1)]
+
+
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise RecordDamaged(f"{path}, line {number} is no record ({error}); remove the line, or the file") from None
+    if not isinstance(record, dict):
+        raise RecordDamaged(f"{path}, line {number} is no record; remove the line, or the file")
+    return record
 
 
 def exported(events: Sequence[Mapping[str, Any]]) -> bool:

@@ -1,6 +1,8 @@
 """When a run starts over, and from where; when it does not, the reason stands beside the failure."""
 
+import contextlib
 import json
+import subprocess
 import sys
 
 import pytest
@@ -84,3 +86,20 @@ def test_the_kind_is_that_of_this_start_and_not_of_an_earlier_one_in_the_same_lo
     role = RoleProcess(RoleCommand("trainer", [sys.executable, "-c", ERROR]), tmp_path)
     Deadline("the role to end", 20).wait_until(lambda: role.exit_code is not None)
     assert role.failure().kind == "program"
+
+
+def test_a_run_whose_disk_is_full_is_not_started_again_and_says_so(tmp_path, failed):
+    """Injected: a disk of two MiB, filled to the last byte."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting needs root")
+    try:
+        spec = run_of(tmp_path, steps=3)
+        with (directory / "logs").open("wb") as log, contextlib.suppress(OSError):
+            log.write(bytes(2**22))
+        with pytest.raises(RoleFailed, match=r"does not start over: the disk of .*run is full \(\d+ bytes free\)"):
+            RunRestarts(spec, print).start_over(failed(KILLED))
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)

@@ -5,8 +5,23 @@ import json
 import pytest
 
 from slimerl.conductor.run import RunDirectoryTaken, _claimed
+from slimerl.spec.load import spec_from_tree
 from slimerl.telemetry import RunLog, read_records
 from slimerl.telemetry.progress import Tail
+from slimerl.telemetry.run_log import RecordDamaged
+
+
+def spec_in(run_dir, **sections):
+    tree = {
+        "name": "recorded",
+        "output_dir": str(run_dir),
+        "model": {"path": "model"},
+        "data": {"train_path": "rows.jsonl", "max_prompt_tokens": 16},
+        "training": {"steps": 1, "prompts_per_step": 8},
+    }
+    for section, values in sections.items():
+        tree[section] = {**tree[section], **values}
+    return spec_from_tree(tree, "the test")
 
 
 def record(run_dir, *steps, after_step=None, exported=False):
@@ -51,7 +66,7 @@ def test_who_watches_a_record_that_is_cut_reads_the_new_one(tmp_path):
 
 
 def earlier_run(run_dir, exported=False, checkpoint=True):
-    with _claimed(run_dir, fresh=False):
+    with _claimed(spec_in(run_dir), fresh=False):
         record(run_dir, 0, 1, 2, exported=exported)
         (run_dir / "logs" / "trainer.log").write_text("before\n")
         (run_dir / "rollout.json").write_text(json.dumps({}))
@@ -61,7 +76,7 @@ def earlier_run(run_dir, exported=False, checkpoint=True):
 
 def test_a_run_that_ended_early_goes_on_with_its_record_its_logs_and_its_checkpoints(tmp_path):
     earlier_run(tmp_path)
-    with _claimed(tmp_path, fresh=False):
+    with _claimed(spec_in(tmp_path), fresh=False):
         assert steps_of(tmp_path) == [0, 1, 2]
         assert (tmp_path / "logs" / "trainer.log").read_text() == "before\n"
         assert (tmp_path / "checkpoints" / "step-2").is_dir()
@@ -73,7 +88,7 @@ def test_c1_a_request_to_stop_the_run_before_does_not_end_the_next_one(tmp_path,
     """Injected: a request that came when the run before was past its last step."""
     earlier_run(tmp_path)
     (tmp_path / "stop").touch()
-    with _claimed(tmp_path, fresh):
+    with _claimed(spec_in(tmp_path), fresh):
         assert not (tmp_path / "stop").exists()
 
 
@@ -81,7 +96,7 @@ def test_c1_a_request_to_stop_the_run_before_does_not_end_the_next_one(tmp_path,
 @pytest.mark.parametrize("left", ["step-2.damaged", "a link"])
 def test_c2_what_may_hold_work_is_not_removed_by_a_start(tmp_path, left, recorded):
     """Injected: the only checkpoint was set aside as damaged, or is a link to a disk that is not mounted."""
-    with _claimed(tmp_path, fresh=False):
+    with _claimed(spec_in(tmp_path), fresh=False):
         if recorded:
             record(tmp_path, 0, 1, 2)
         (tmp_path / "checkpoints").mkdir()
@@ -89,14 +104,14 @@ def test_c2_what_may_hold_work_is_not_removed_by_a_start(tmp_path, left, recorde
             (tmp_path / "checkpoints" / "step-2").symlink_to(tmp_path / "nowhere")
         else:
             (tmp_path / "checkpoints" / left).mkdir()
-    with pytest.raises(RunDirectoryTaken, match=r"only step-2.*--fresh"), _claimed(tmp_path, fresh=False):
+    with pytest.raises(RunDirectoryTaken, match=r"only step-2.*--fresh"), _claimed(spec_in(tmp_path), fresh=False):
         pass
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
 
 def test_fresh_begins_anew_without_the_checkpoints_of_the_run_before(tmp_path):
     earlier_run(tmp_path)
-    with _claimed(tmp_path, fresh=True):
+    with _claimed(spec_in(tmp_path), fresh=True):
         assert steps_of(tmp_path) == []
         assert not (tmp_path / "checkpoints").exists()
         assert not (tmp_path / "logs" / "trainer.log").exists()
@@ -107,6 +122,50 @@ def test_fresh_begins_anew_without_the_checkpoints_of_the_run_before(tmp_path):
 )
 def test_a_finished_run_and_one_without_a_checkpoint_are_not_replaced_in_silence(tmp_path, left, said):
     earlier_run(tmp_path, **left)
-    with pytest.raises(RunDirectoryTaken, match=f"{said}.*--fresh"), _claimed(tmp_path, fresh=False):
+    with pytest.raises(RunDirectoryTaken, match=f"{said}.*--fresh"), _claimed(spec_in(tmp_path), fresh=False):
         pass
     assert steps_of(tmp_path) == [0, 1, 2]
+
+
+def test_fresh_empties_a_directory_of_checkpoints_that_is_a_link_to_another_disk(tmp_path):
+    """Injected: the user moved the checkpoints to a big disk and put a link in their place."""
+    run_dir, disk = tmp_path / "run", tmp_path / "disk"
+    earlier_run(run_dir)
+    (run_dir / "checkpoints").rename(disk)
+    (run_dir / "checkpoints").symlink_to(disk)
+    with _claimed(spec_in(run_dir), fresh=True):
+        assert (run_dir / "checkpoints").is_symlink()
+        assert list(disk.iterdir()) == []
+
+
+def test_fresh_does_not_remove_the_checkpoint_that_the_run_starts_from(tmp_path):
+    earlier_run(tmp_path)
+    starts = spec_in(tmp_path, model={"megatron_path": str(tmp_path / "checkpoints" / "step-2")})
+    refused = pytest.raises(RunDirectoryTaken, match=r"model.megatron_path: .*step-2 lies in .*checkpoints")
+    with refused, _claimed(starts, fresh=True):
+        pass
+    assert (tmp_path / "checkpoints" / "step-2").is_dir()
+
+
+def test_a_lock_that_is_no_file_is_named(tmp_path):
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(RunDirectoryTaken, match="lock"), _claimed(spec_in(tmp_path), fresh=False):
+        pass
+
+
+def test_who_watches_a_record_whose_last_line_is_torn_reads_what_comes_after_it(tmp_path):
+    """Injected: the writer was killed, or its disk was full, in the middle of a line; the next writer cuts it off."""
+    record(tmp_path, 0, 1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "tra')
+    tail = Tail(tmp_path / "metrics.jsonl", from_end=True)
+    record(tmp_path, 2, 3)
+    assert [each["step"] for each in tail.new()] == [2, 3]
+
+
+def test_a_broken_line_within_a_record_is_named(tmp_path):
+    record(tmp_path, 0, 1)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join([lines[0][:9], lines[1], ""]))
+    with pytest.raises(RecordDamaged, match=r"metrics.jsonl, line 1 is no record"):
+        read_records(tmp_path / "metrics.jsonl")

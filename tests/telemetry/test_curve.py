@@ -17,6 +17,12 @@ def test_many_steps_are_averaged_into_the_width():
     assert drawn.count("•") == 20
 
 
+def test_values_beyond_shares_are_drawn_between_their_least_and_their_most():
+    lines = text_curve([0, 1, 2], [250.0, 20.0, 480.0]).splitlines()
+    assert lines[0] == "480 │  •"
+    assert lines[10] == " 20 │ •"
+
+
 def test_nothing_to_draw_is_an_error():
     with pytest.raises(ValueError, match="nothing to draw"):
         text_curve([], [])

@@ -17,7 +17,6 @@ sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 import bench_step
 import bench_trl
-import show_run
 import soak
 
 from slimerl.cli import app as slimerl
@@ -178,23 +177,17 @@ def test_the_ratio_to_trl_is_told_by_step_and_by_token():
 # --- the trace of a run
 
 
-def test_the_trace_is_merged_by_either_command(tmp_path):
+def test_the_trace_of_a_run_is_merged_by_a_command(tmp_path):
     written = Trace(tmp_path, "trainer-0")
     with written.span("train", step=1):
         pass
     written.close()
     write_record(tmp_path, [flat_step(1)])
-    ways = (
-        lambda: CliRunner().invoke(slimerl, ["trace", str(tmp_path)]),
-        lambda: invoked(show_run.main, tmp_path, "--trace"),
-    )
-    for way in ways:
-        result = way()
-        assert result.exit_code == 0, result.output
-        assert "ui.perfetto.dev" in result.output
-        merged = tmp_path / "trace.json"
-        assert "train" in {event["name"] for event in json.loads(merged.read_text())["traceEvents"]}
-        merged.unlink()
+    result = CliRunner().invoke(slimerl, ["trace", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "ui.perfetto.dev" in result.output
+    merged = tmp_path / "trace.json"
+    assert "train" in {event["name"] for event in json.loads(merged.read_text())["traceEvents"]}
 
 
 def test_a_directory_without_a_trace_is_one_clear_line(tmp_path):

@@ -96,8 +96,7 @@ def free_bytes(directory: Path) -> int:
 def _lost_by_export(spec: RunSpec) -> Iterator[str]:
     """The export replaces its directory as a whole: it must not be one that holds something else."""
     key, target = "training.export_path", spec.export_dir.resolve()
-    inputs = [spec.model.path, spec.data.train_path, *([spec.data.eval_path] if spec.data.eval_path else [])]
-    for kept in (Path.cwd(), spec.run_dir, *inputs):
+    for kept in (Path.cwd(), spec.run_dir, *spec.input_paths.values()):
         if target == kept.resolve() or target in kept.resolve().parents:
             yield f"{key}: {target} would be replaced, but holds {kept}; set {key} to a directory of its own"
             return
