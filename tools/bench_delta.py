@@ -59,7 +59,9 @@ def neighbours(share: float) -> Callable[[torch.Tensor, np.random.Generator], to
         new = old.clone()
         flat = units(new)
         moved = np.flatnonzero(random.random(len(flat), np.float32) < share)
-        flat[moved] += random.choice(np.array([1, -1], f"i{flat.itemsize}"), len(moved)).view(flat.dtype)
+        by = random.choice(np.array([1, -1], f"i{flat.itemsize}"), len(moved))
+        by[(flat[moved] << 1) == 0] = 1  # what lies below a zero's bits is no number
+        flat[moved] += by.view(flat.dtype)
         return new
 
     return change

@@ -124,21 +124,27 @@ def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: 
 
 
 def read_generation(answer: dict[str, Any]) -> Generation:
-    """Raises ProtocolError where tokens, logprobs and versions do not agree in number."""
+    """Raises ProtocolError where tokens, logprobs and versions do not agree in number, or are none."""
     try:
         meta = answer["meta_info"]
         pairs = meta.get("output_token_logprobs") or []
         finish = meta["finish_reason"]
     except (KeyError, TypeError) as error:
         raise ProtocolError(f"a /generate answer without {error}: {str(answer)[:300]}") from None
-    tokens = [int(pair[1]) for pair in pairs]
+    try:
+        tokens, logprobs = [int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs]
+    except (IndexError, TypeError, ValueError) as error:
+        # a server whose weights hold NaN answers with null
+        raise ProtocolError(
+            f"/generate answered a token without a log-probability ({error}): {str(pairs)[:300]}"
+        ) from None
     if list(answer.get("output_ids") or []) != tokens:
         raise ProtocolError(
             f"/generate answered {len(answer.get('output_ids') or [])} output_ids, but logprobs of {len(tokens)} tokens"
         )
     return Generation(
         tokens=tokens,
-        logprobs=[float(pair[0]) for pair in pairs],
+        logprobs=logprobs,
         versions=_versions(meta, len(tokens)),
         finish_reason=finish["type"] if isinstance(finish, dict) else str(finish),
         meta=meta,
