@@ -51,6 +51,7 @@ def test_an_abort_before_the_first_token_is_an_empty_generation() -> None:
         (answer(weight_versions=[{"version": "4", "start": 0, "end": 2}]), "cover 2 tokens of 3"),
         (answer(weight_version="default"), "'default', not a policy version"),
         ({"output_ids": []}, "without 'meta_info'"),
+        (answer(output_token_logprobs=[[-0.5, 10, None], [None, 11, None], [-1.0, 12, None]]), "without a log-prob"),
     ],
 )
 def test_an_answer_that_does_not_add_up_is_an_error(broken: dict, complaint: str) -> None:
