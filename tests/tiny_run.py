@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+import transformers
 import yaml
 from tiny_models import make_tiny_model
 
@@ -127,6 +129,21 @@ def start(spec: Path, *overrides: str, keep_record: bool = False, fresh: bool = 
         preexec_fn=_heed_interrupts,
     )
     return Run(spec, process)
+
+
+def teach_digits(model_path: Path) -> None:
+    """Some steps of plain training, after which the model answers with one digit, a tenth of the time the right one:
+    there is a gradient in every step of a run."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path)
+    texts = [f"{asked}={said}" for asked in range(10) for said in range(10)]
+    rows = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(rows, labels=rows).loss.backward()
+        optimizer.step()
+    model.save_pretrained(model_path)
 
 
 def _heed_interrupts() -> None:

@@ -7,10 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 from safetensors.torch import load_file
-from tiny_run import start, write_spec
+from tiny_run import start, teach_digits, write_spec
 
 from slimerl.resilience.deadline import Deadline
 from slimerl.telemetry import read_records
@@ -32,21 +30,6 @@ def spec_of(directory: Path) -> Path:
         rollout={"samples_per_prompt": SAMPLES // 8, "max_new_tokens": 6},
         checkpoint={"every_steps": 2, "keep_last": 1},
     )
-
-
-def teach_digits(model_path: Path) -> None:
-    """Some steps of plain training, after which the model answers with one digit, a tenth of the time the right one:
-    there is a gradient in every step of a run."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_path)
-    texts = [f"{asked}={said}" for asked in range(10) for said in range(10)]
-    rows = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(40):
-        optimizer.zero_grad()
-        model(rows, labels=rows).loss.backward()
-        optimizer.step()
-    model.save_pretrained(model_path)
 
 
 def begin(spec: Path, monkeypatch, part: str, *overrides: str, fresh: bool = True):

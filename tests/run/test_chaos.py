@@ -1,0 +1,34 @@
+"""A run whose processes and checkpoints are struck one after the other ends as if nothing had happened."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+from chaos import compared, struck
+from tiny_run import teach_digits, write_spec
+
+STEPS = 24
+KINDS = ("engine's scheduler killed", "rollout role killed", "checkpoint truncated", "conductor killed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a5_faults_of_every_role_change_neither_losses_nor_weights_and_leave_nothing(tmp_path):
+    """Injected, at seeded moments: kills of a scheduler, of the rollout role, of a rank after its newest checkpoint was
+    truncated, and of the conductor, after which the user starts the run again."""
+    spec = write_spec(
+        tmp_path,
+        training={"steps": STEPS, "optimizer": {"lr": 1e-3}},
+        rollout={"samples_per_prompt": 8, "max_new_tokens": 6},
+        checkpoint={"every_steps": 2},
+    )
+    teach_digits(tmp_path / "base")
+    calm = tmp_path / "calm"
+    command = [sys.executable, "-m", "slimerl.cli", "run", str(spec), f"output_dir={calm}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    survived, problems = struck(spec, [], KINDS, len(KINDS), random.Random(5), tmp_path)
+    assert problems + compared(calm, tmp_path / "fire", STEPS) == []
+    assert {one.kind for one in survived} == set(KINDS)
