@@ -22,6 +22,9 @@ slimerl run my.yaml training.steps=5       with another value
     add_completion=False,
 )
 
+engines_app = typer.Typer(help="Engines of a run that goes on: list, add, remove.", no_args_is_help=True)
+app.add_typer(engines_app, name="engines")
+
 spec_app = typer.Typer(help="Values of a run spec.", no_args_is_help=True)
 app.add_typer(spec_app, name="spec")
 
@@ -30,6 +33,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Override keys of the spec, e.g. training.parallel.tensor=2"),
 ]
+
+
+ENGINES_S = 30.0
+"""For rollout role or conductor to answer."""
+
+RunDirectory = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="E.g. runs/quickstart.")]
 
 
 @app.command()
@@ -219,7 +228,7 @@ def spec_get(
 
 
 @app.command()
-def stop(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="E.g. runs/quickstart.")]) -> None:
+def stop(run_dir: RunDirectory) -> None:
     """Ask the run of RUN_DIR to save a checkpoint at the end of its step, and to end. Started again, it goes on there.
 
     Exit code 0: it is asked to; if its checkpoint fails, the run itself ends with an error. 2: RUN_DIR is no run's
@@ -242,8 +251,53 @@ def stop(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="E.g. r
     (run_dir / STOP_FILE).touch()
 
 
+@engines_app.command("list")
+def list_engines(run_dir: RunDirectory) -> None:
+    """Print each engine of the run of RUN_DIR with its state and the version that it holds."""
+    from slimerl.resilience.deadline import DeadlineExceeded
+    from slimerl.samples.messages import ADDRESS_FILE, read_address
+    from slimerl.training.rollout_client import RolloutClient, ServiceFailed
+
+    try:
+        status = RolloutClient(read_address(run_dir), ENGINES_S).status()
+    except (OSError, ServiceFailed, DeadlineExceeded) as error:
+        _fail(f"no rollout role answers for {run_dir} ({run_dir / ADDRESS_FILE}): {error}", 2)
+    for engine in status.engines:
+        typer.echo(f"{engine.engine_id}  {engine.state}  version {engine.version}  {engine.url}")
+
+
+@engines_app.command("add")
+def add_engines(run_dir: RunDirectory, count: Annotated[int, typer.Option(min=1)] = 1) -> None:
+    """Start COUNT more engines in the run of RUN_DIR, which `slimerl run` runs; they serve after a weight sync."""
+    _ask_for_engines(run_dir, add=count)
+
+
+@engines_app.command("remove")
+def remove_engines(
+    run_dir: RunDirectory, engines: Annotated[list[str], typer.Argument(metavar="ENGINE...", help="E.g. engine-1.")]
+) -> None:
+    """End engines of the run of RUN_DIR; what they have under way goes on in the others, without loss."""
+    _ask_for_engines(run_dir, remove=engines)
+
+
+def _ask_for_engines(run_dir: Path, add: int = 0, remove: list[str] | None = None) -> None:
+    from slimerl.conductor.elastic import EngineRequest, ask
+    from slimerl.conductor.run import is_held
+    from slimerl.resilience.deadline import DeadlineExceeded
+
+    if not run_dir.is_dir() or not is_held(run_dir):
+        _fail(f"no run holds {run_dir}: is it the directory of a run that goes on?", 2)
+    try:
+        answer = ask(run_dir, EngineRequest(add, remove or []), ENGINES_S)
+    except DeadlineExceeded as error:
+        _fail(str(error), 1)
+    if answer.refused:
+        _fail(answer.refused, 2)
+    typer.echo(f"{'added' if add else 'removed'}: {', '.join(answer.engines)}")
+
+
 @app.command()
-def trace(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="E.g. runs/quickstart.")]) -> None:
+def trace(run_dir: RunDirectory) -> None:
     """Merge what every role of a run recorded of its phases into RUN_DIR/trace.json, for https://ui.perfetto.dev.
 
     A run does this at its end by itself; this shows one that still goes on.

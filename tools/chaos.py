@@ -35,17 +35,18 @@ from safetensors.torch import load_file
 
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.resilience.tied import tied_command
+from slimerl.samples.messages import EngineState, read_address
 from slimerl.telemetry import read_records
 from slimerl.telemetry.run_log import METRICS_FILE
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps
+from slimerl.training.rollout_client import RolloutClient
 
 CHECKPOINT_STEPS = 2
-STEPS_PER_FAULT = 6
-"""Of a small model: to recover in, and those of the random moment."""
 FROZEN_S = 5.0
 ENGINE_S, ROLE_S = 45.0, 60.0
 """Limits of recovery."""
 POLL_S = 0.05
+COMMAND_S = 60.0
 START_S = 240.0
 COMPARED = ("train/loss", "rollout/mean_reward", "rollout/generated_tokens")
 
@@ -149,6 +150,29 @@ def checkpoint_truncated(run: Fired, chance: random.Random) -> bool:
     return killed(RANK)(run, chance)
 
 
+def engine_exchanged(run: Fired, chance: random.Random) -> bool:
+    """One is added by command; once it serves, another is removed."""
+    client = RolloutClient(read_address(run.run_dir), COMMAND_S)
+    added = _told("add", run).split()[-1]
+
+    def serves() -> bool:
+        _alive(run)
+        return any(one.engine_id == added and one.state is EngineState.SERVING for one in client.status().engines)
+
+    Deadline(f"{added} to serve", ENGINE_S).wait_until(serves)
+    others = [one.engine_id for one in client.status().engines if one.state is EngineState.SERVING]
+    _told("remove", run, chance.choice([name for name in others if name != added]))
+    return True
+
+
+def _told(command: str, run: Fired, *arguments: str) -> str:
+    whole = [sys.executable, "-m", "slimerl.cli", "engines", command, str(run.run_dir), *arguments]
+    done = subprocess.run(whole, capture_output=True, text=True, timeout=COMMAND_S)
+    if done.returncode:
+        raise AssertionError(f"engines {command}: {done.stderr}")
+    return done.stdout.strip()
+
+
 ENGINE, SERVER, ROLLOUT = "-m slimerl.engine ", "sglang::scheduler", "-m slimerl.rollout "
 RANK, LAUNCHER = "-u -m slimerl.training ", "torch.distributed.run "
 KINDS: dict[str, tuple[Strike, float]] = {
@@ -162,6 +186,7 @@ KINDS: dict[str, tuple[Strike, float]] = {
     "launcher killed": (killed(LAUNCHER), ROLE_S),
     "conductor killed": (conductor_killed, ROLE_S),
     "checkpoint truncated": (checkpoint_truncated, ROLE_S),
+    "engine exchanged": (engine_exchanged, ENGINE_S),
 }
 
 
@@ -181,6 +206,7 @@ def main(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
     faults: Annotated[int, typer.Option(min=1)] = 20,
     seed: Annotated[int, typer.Option()] = 0,
+    steps_per_fault: Annotated[int, typer.Option(help="Raise it where the run ends before its faults.")] = 6,
     kinds: Annotated[str, typer.Option(help=f"Some of: {', '.join(KINDS)}.")] = ",".join(KINDS),
     out: Annotated[Path, typer.Option(help="An earlier one is replaced.")] = Path("runs/chaos"),
 ) -> None:
@@ -190,7 +216,7 @@ def main(
         raise typer.BadParameter(f"unknown kinds: {', '.join(unknown)}; there are {', '.join(KINDS)}")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    steps = STEPS_PER_FAULT * faults
+    steps = steps_per_fault * faults
     own = [f"training.steps={steps}", f"checkpoint.every_steps={CHECKPOINT_STEPS}", *(overrides or ())]
     console.print(f"undisturbed: {steps} steps", highlight=False)
     calm = subprocess.run(tied_command(_command(spec, own, out / "calm")))
@@ -232,7 +258,7 @@ def under_fire(
         chance.shuffle(order)
         for number, kind in enumerate(track(order, "faults", console=console)):
             if run.ended() == 0:
-                raise AssertionError("the run came to its end before the faults did; give its steps more to do")
+                raise AssertionError("the run came to its end before the faults did; raise --steps-per-fault")
             one = _survive(run, number, kind, chance)
             survived.append(one)
             with record.open("a") as file:

@@ -8,12 +8,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from slimerl.conductor.supervise import RoleFailed, RoleProcess
 from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.resilience.failure_kinds import RestartBudget
-from slimerl.samples.messages import ADDRESS_FILE, EngineLost, ServiceAddress
+from slimerl.samples.messages import EngineInfo, EngineLost, read_address
 from slimerl.spec import RunSpec
 from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, RESTARTED, append_event, exported, read_records
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps, unusable_names
@@ -58,7 +56,7 @@ class EngineRestarts:
         record_restart(self._spec.run_dir, text)
 
     def _impossible(self) -> str:
-        if self._spec.shares_gpus and _has_cuda():
+        if self._spec.shares_gpus and has_cuda():
             return "it would start on GPUs whose memory the trainer may hold; the run starts over instead"
         return ""
 
@@ -66,12 +64,8 @@ class EngineRestarts:
         """Tell the rollout role, so that no request waits for the engine in vain; returns how many versions the engine
         has served."""
         back_s = self._spec.deadlines.start_s if returns_s is None else returns_s
-        try:
-            address = msgspec.json.decode((self._spec.run_dir / ADDRESS_FILE).read_bytes(), type=ServiceAddress)
-            was = RolloutClient(address, REPORT_S).engine_lost(EngineLost(engine_id, reason, back_s))
-        except (OSError, ServiceFailed, DeadlineExceeded):
-            return 0.0  # it never registered, or the rollout role is gone, too, which is seen next
-        return was.version + 1.0
+        was = tell_lost(self._spec, EngineLost(engine_id, reason, back_s))
+        return 0.0 if was is None else was.version + 1.0
 
 
 class RunRestarts:
@@ -115,6 +109,15 @@ class RunRestarts:
         return ""
 
 
+def tell_lost(spec: RunSpec, lost: EngineLost) -> EngineInfo | None:
+    """Tell the rollout role of an engine's end; the engine as it was. None: it never registered, or the rollout role is
+    gone, too, which is seen next."""
+    try:
+        return RolloutClient(read_address(spec.run_dir), REPORT_S).engine_lost(lost)
+    except (OSError, ServiceFailed, DeadlineExceeded):
+        return None
+
+
 def _full_disk(run_dir: Path) -> str:
     """A role that cannot write its record ends, and its log, on the same disk, may not say why."""
     free = shutil.disk_usage(run_dir).free
@@ -126,7 +129,7 @@ def record_restart(run_dir: Path, text: str) -> None:
     append_event(run_dir, step, "note", RESTARTED, text)
 
 
-def _has_cuda() -> bool:
+def has_cuda() -> bool:
     from slimerl.engine.launcher import Device, detect_device
 
     return detect_device() is Device.CUDA

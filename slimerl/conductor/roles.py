@@ -29,16 +29,17 @@ def role_commands(spec: RunSpec, spec_file: Path) -> list[RoleCommand]:
     roles = []
     if spec.uses_engines:
         roles.append(RoleCommand("rollout", [sys.executable, "-m", "slimerl.rollout", str(spec_file)], _threads(1)))
-        roles += [
-            RoleCommand(
-                f"engine-{index}",
-                [sys.executable, "-m", "slimerl.engine", str(spec_file), "--index", str(index)],
-                _threads(spec.engine.threads),
-                engine_id=f"engine-{index}",
-            )
-            for index in range(spec.engine.replicas)
-        ]
+        roles += [engine_command(spec, spec_file, index) for index in range(spec.engine.replicas)]
     return [*roles, _trainer(spec, spec_file)]
+
+
+def engine_command(spec: RunSpec, spec_file: Path, index: int) -> RoleCommand:
+    """Of one engine, also of one more than the spec names."""
+    name = f"engine-{index}"
+    command = [sys.executable, "-m", "slimerl.engine", str(spec_file), "--index", str(index)]
+    if index >= spec.engine.replicas:
+        command.append(f"engine.replicas={index + 1}")
+    return RoleCommand(name, command, _threads(spec.engine.threads), engine_id=name)
 
 
 def _trainer(spec: RunSpec, spec_file: Path) -> RoleCommand:

@@ -8,12 +8,13 @@ import fcntl
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
+from slimerl.conductor.elastic import REQUESTS_DIR, ElasticEngines
 from slimerl.conductor.restarts import EngineRestarts, RunRestarts
 from slimerl.conductor.roles import role_commands
 from slimerl.conductor.supervise import RoleFailed, RoleProcess, end_all, watch
@@ -38,7 +39,7 @@ SPEC_FILE = "spec.yaml"
 _SYNC = "sync"
 """Buckets of `sync.transport: disk`."""
 _FILES_OF_A_START = (TRACE_FILE, ADDRESS_FILE, STOP_FILE)
-_DIRECTORIES_OF_A_START = (TRACE_DIR, RESOURCES_DIR)
+_DIRECTORIES_OF_A_START = (TRACE_DIR, RESOURCES_DIR, REQUESTS_DIR)
 """Mean nothing to a run that goes on: an address of a service that is gone, a request to stop that came too late."""
 _FILES_OF_A_RECORD = (METRICS_FILE, EVENTS_FILE)
 _DIRECTORIES_OF_A_RECORD = ("tensorboard", "logs", CHECKPOINTS_DIR)
@@ -91,11 +92,23 @@ def _run_until_done(spec: RunSpec, spec_file: Path, run_dir: Path, console: Cons
     restarts = RunRestarts(spec, say)
     while True:
         try:
-            return _run_roles(spec, spec_file, run_dir, console, EngineRestarts(spec, say))
+            return _run_roles(spec, spec_file, run_dir, console, Engines(spec, spec_file, say))
         except RoleFailed as failure:
             from_beginning = restarts.start_over(failure)
             _clear(spec, goes_on=not from_beginning)
             restarts.record()
+
+
+class Engines:
+    """What becomes of engines while a run goes on."""
+
+    def __init__(self, spec: RunSpec, spec_file: Path, say: Callable[[str], None]) -> None:
+        self._restarts, self._elastic = EngineRestarts(spec, say), ElasticEngines(spec, spec_file, say)
+
+    def look_after(self, roles: list[RoleProcess]) -> None:
+        """Raises RoleFailed."""
+        self._elastic.serve(roles)
+        self._restarts.replace_ended(roles)
 
 
 def prepare(spec: RunSpec, fresh: bool = False) -> Path:
@@ -110,7 +123,7 @@ def prepare(spec: RunSpec, fresh: bool = False) -> Path:
     return spec_file
 
 
-def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console, engines: EngineRestarts) -> None:
+def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console, engines: Engines) -> None:
     roles: list[RoleProcess] = []
     termination = TerminationRequest(spec)
     previous = signal.signal(signal.SIGTERM, termination.arrive)
@@ -135,12 +148,12 @@ def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console, 
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _over(roles: list[RoleProcess], termination: TerminationRequest, engines: EngineRestarts) -> bool:
+def _over(roles: list[RoleProcess], termination: TerminationRequest, engines: Engines) -> bool:
     """Raises RoleFailed, Terminated."""
     termination.check()
     try:
         if not termination.made:
-            engines.replace_ended(roles)
+            engines.look_after(roles)
         return watch(roles)
     except RoleFailed as failure:
         if termination.made:

@@ -12,7 +12,7 @@ import msgspec
 
 from slimerl.resilience.deadline import Deadline
 from slimerl.samples import messages
-from slimerl.samples.messages import ADDRESS_FILE, TOKEN_HEADER, EngineInfo, Refusal, ServiceAddress
+from slimerl.samples.messages import ADDRESS_FILE, TOKEN_HEADER, EngineInfo, Refusal
 
 _RETRY_S = 0.2
 _ATTEMPT_TIMEOUT_S = 10.0
@@ -31,19 +31,19 @@ async def register(info: EngineInfo, run_dir: Path, deadline: Deadline) -> None:
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ATTEMPT_TIMEOUT_S)) as session:
         while True:
-            problem = await _attempt(session, info, run_dir / ADDRESS_FILE)
+            problem = await _attempt(session, info, run_dir)
             if problem is None:
                 return
             deadline.check(problem)
             await asyncio.sleep(_RETRY_S)
 
 
-async def _attempt(session: aiohttp.ClientSession, info: EngineInfo, address_file: Path) -> str | None:
+async def _attempt(session: aiohttp.ClientSession, info: EngineInfo, run_dir: Path) -> str | None:
     """None on success, else why another attempt may help."""
     try:
-        address = msgspec.json.decode(address_file.read_bytes(), type=ServiceAddress)
+        address = messages.read_address(run_dir)
     except FileNotFoundError:
-        return f"{address_file} is not there: has the rollout role started?"
+        return f"{run_dir / ADDRESS_FILE} is not there: has the rollout role started?"
     url = address.url.rstrip("/") + messages.Path.REGISTER_ENGINE
     try:
         async with session.post(url, data=messages.encode(info), headers={TOKEN_HEADER: address.token}) as response:

@@ -7,6 +7,7 @@ All messages are msgpack (`encode`, `decode`); every request carries the header 
 
 from collections.abc import Sequence
 from enum import StrEnum
+from pathlib import Path as FilePath
 from typing import TypeVar
 
 import msgspec
@@ -42,6 +43,11 @@ class ServiceAddress(msgspec.Struct, frozen=True):
     url: str
     token: str
     pid: int
+
+
+def read_address(run_dir: FilePath) -> ServiceAddress:
+    """Of the rollout role of a run. Raises OSError: it has not announced itself."""
+    return msgspec.json.decode((run_dir / ADDRESS_FILE).read_bytes(), type=ServiceAddress)
 
 
 class EngineState(StrEnum):

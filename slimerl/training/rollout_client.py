@@ -37,6 +37,7 @@ from slimerl.samples.messages import (
     SyncWanted,
     decode,
     encode,
+    read_address,
 )
 from slimerl.samples.messages import Path as Endpoint
 
@@ -69,7 +70,7 @@ class RolloutClient:
         file = run_dir / ADDRESS_FILE
         while True:
             try:
-                client = RolloutClient(msgspec.json.decode(file.read_bytes(), type=ServiceAddress), request_s)
+                client = RolloutClient(read_address(run_dir), request_s)
                 client.health()
             except FileNotFoundError:
                 deadline.check(f"{file} is not there")

@@ -1,0 +1,112 @@
+"""Engines that come and go while a run goes on, by command.
+
+Flows in: a request, as a file in RUN_DIR/engine_requests that appears whole. Flows out: engine roles started or ended
+by the conductor, and its answer beside the request.
+Invariants: an engine that was added serves after a weight sync; the requests of one that is removed go on elsewhere,
+and the last one stays. A run that starts over has the engines of its spec.
+"""
+
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from slimerl.conductor.restarts import has_cuda, tell_lost
+from slimerl.conductor.roles import engine_command
+from slimerl.conductor.supervise import RoleProcess
+from slimerl.resilience.deadline import Deadline
+from slimerl.samples.messages import EngineLost
+from slimerl.spec import RunSpec
+
+REQUESTS_DIR = "engine_requests"
+POLL_S = 0.1
+_REQUEST, _ANSWER = ".request", ".answer"
+
+
+class EngineRequest(msgspec.Struct, frozen=True):
+    """`add`: how many; `remove`: which."""
+
+    add: int = 0
+    remove: list[str] = []
+
+
+class EngineAnswer(msgspec.Struct, frozen=True):
+    """`refused`: why nothing was done; else which engines were started or ended."""
+
+    engines: list[str] = []
+    refused: str = ""
+
+
+def ask(run_dir: Path, request: EngineRequest, timeout_s: float) -> EngineAnswer:
+    """From another process: let the conductor of a run do it. Raises DeadlineExceeded: it does not answer."""
+    directory = run_dir / REQUESTS_DIR
+    directory.mkdir(exist_ok=True)
+    name = directory / uuid.uuid4().hex
+    part, asked, answer = (name.with_suffix(suffix) for suffix in (".part", _REQUEST, _ANSWER))
+    part.write_bytes(msgspec.json.encode(request))
+    part.rename(asked)
+    deadline = Deadline(f"the conductor of {run_dir} to answer", timeout_s)
+    try:
+        while not answer.exists():
+            deadline.check("does `slimerl run` run it? Roles that were started one by one have no conductor")
+            time.sleep(POLL_S)
+        return msgspec.json.decode(answer.read_bytes(), type=EngineAnswer)
+    finally:
+        asked.unlink(missing_ok=True)
+        answer.unlink(missing_ok=True)
+
+
+class ElasticEngines:
+    """The conductor's side."""
+
+    def __init__(self, spec: RunSpec, spec_file: Path, say: Callable[[str], None]) -> None:
+        self._spec, self._spec_file, self._say = spec, spec_file, say
+        self._next = spec.engine.replicas
+
+    def serve(self, roles: list[RoleProcess]) -> None:
+        """Look for requests, and do what they ask."""
+        for asked in sorted((self._spec.run_dir / REQUESTS_DIR).glob(f"*{_REQUEST}")):
+            try:
+                request = msgspec.json.decode(asked.read_bytes(), type=EngineRequest)
+                refused = self._refusal(request, roles)
+            except (OSError, msgspec.MsgspecError) as error:
+                request, refused = EngineRequest(), f"this is no request: {error}"
+            engines = [] if refused else [*self._add(request.add, roles), *self._remove(request.remove, roles)]
+            part = asked.with_suffix(".part")
+            part.write_bytes(msgspec.json.encode(EngineAnswer(engines, refused)))
+            asked.unlink(missing_ok=True)
+            part.rename(asked.with_suffix(_ANSWER))
+
+    def _refusal(self, request: EngineRequest, roles: list[RoleProcess]) -> str:
+        running = [role.role.engine_id for role in roles if role.role.engine_id is not None]
+        if not running:
+            return "this run has no engines: its algorithm reads its responses from the data"
+        if unknown := [name for name in request.remove if name not in running]:
+            return f"no engine {', '.join(unknown)} runs; there are {', '.join(map(str, running))}"
+        if request.remove and set(request.remove) == set(running):
+            return "that is every engine; one must stay"
+        if request.add and has_cuda():
+            return "the GPUs of this machine are those of the roles that the spec names; raise engine.replicas"
+        return ""
+
+    def _add(self, count: int, roles: list[RoleProcess]) -> list[str]:
+        added = []
+        for index in range(self._next, self._next + count):
+            command = engine_command(self._spec, self._spec_file, index)
+            # before the trainer, which leads
+            roles.insert(-1, RoleProcess(command, self._spec.run_dir / "logs"))
+            self._say(f"{command.name} is added; it serves after a weight sync")
+            added.append(command.name)
+        self._next += count
+        return added
+
+    def _remove(self, names: list[str], roles: list[RoleProcess]) -> list[str]:
+        for name in names:
+            role = next(role for role in roles if role.role.engine_id == name)
+            tell_lost(self._spec, EngineLost(name, "removed by command", 0.0))
+            roles.remove(role)
+            role.end(self._spec.deadlines.shutdown_s)
+            self._say(f"{name} is removed; its requests go on elsewhere")
+        return names

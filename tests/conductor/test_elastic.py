@@ -1,0 +1,95 @@
+"""Engines by command: what is asked is done or refused with a reason, and whoever asks is answered."""
+
+import os
+import sys
+import threading
+
+import pytest
+from tiny_run import write_spec
+from typer.testing import CliRunner
+
+from slimerl.cli import app
+from slimerl.conductor.elastic import REQUESTS_DIR, ElasticEngines, EngineAnswer, EngineRequest, ask
+from slimerl.conductor.roles import RoleCommand, role_commands
+from slimerl.conductor.supervise import RoleProcess, end_all
+from slimerl.resilience.deadline import Deadline, DeadlineExceeded
+from slimerl.spec import load_spec
+
+SLEEP = "import time; time.sleep(60)"
+
+
+@pytest.fixture
+def conductor(tmp_path):
+    """Serves requests beside roles that sleep: two engines and a trainer."""
+    spec = load_spec(write_spec(tmp_path, engine={"replicas": 2}))
+    (spec.run_dir / "logs").mkdir(parents=True)
+    roles = [
+        RoleProcess(RoleCommand(name, [sys.executable, "-c", SLEEP], dict(os.environ), engine_id=engine), tmp_path)
+        for name, engine in (("engine-0", "engine-0"), ("engine-1", "engine-1"), ("trainer", None))
+    ]
+    engines, over = ElasticEngines(spec, tmp_path / "spec.yaml", print), threading.Event()
+
+    def serve() -> None:
+        while not over.wait(0.02):
+            engines.serve(roles)
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    yield spec, roles
+    over.set()
+    serving.join()
+    end_all(roles, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (EngineRequest(remove=["engine-7"]), "no engine engine-7 runs; there are engine-0, engine-1"),
+        (EngineRequest(remove=["engine-0", "engine-1"]), "one must stay"),
+    ],
+)
+def test_what_cannot_be_removed_is_refused_and_everything_stays(conductor, request_, why):
+    spec, roles = conductor
+    assert why in ask(spec.run_dir, request_, 20).refused
+    assert [role.exit_code for role in roles] == [None, None, None]
+
+
+def test_an_engine_that_is_removed_ends_and_the_others_stay(conductor):
+    spec, roles = conductor
+    ended = roles[0]
+    assert ask(spec.run_dir, EngineRequest(remove=["engine-0"]), 20) == EngineAnswer(["engine-0"])
+    assert ended.exit_code is not None
+    assert [role.role.name for role in roles] == ["engine-1", "trainer"]
+    assert list((spec.run_dir / REQUESTS_DIR).iterdir()) == []
+
+
+def test_an_engine_that_is_added_has_a_number_of_its_own_and_stands_before_the_trainer(conductor):
+    spec, roles = conductor
+    assert ask(spec.run_dir, EngineRequest(add=1), 20).engines == ["engine-2"]
+    assert [role.role.name for role in roles] == ["engine-0", "engine-1", "engine-2", "trainer"]
+    expected = [command for command in role_commands(spec, spec.run_dir) if command.engine_id][-1].command
+    assert roles[2].role.command[:3] == expected[:3]
+
+
+def test_a_file_that_is_no_request_is_answered(conductor):
+    """Injected: somebody wrote a file by hand."""
+    spec, _ = conductor
+    (spec.run_dir / REQUESTS_DIR).mkdir(exist_ok=True)
+    (spec.run_dir / REQUESTS_DIR / "mine.request").write_text("two more, please")
+    answer = spec.run_dir / REQUESTS_DIR / "mine.answer"
+    Deadline("an answer", 20).wait_until(answer.exists)
+    assert "no request" in answer.read_text()
+
+
+def test_a3_a_conductor_that_does_not_answer_is_named(tmp_path):
+    """Injected: the roles of the run were started one by one."""
+    with pytest.raises(DeadlineExceeded, match=r"conductor of .*have no conductor"):
+        ask(tmp_path, EngineRequest(add=1), 0.2)
+    assert list((tmp_path / REQUESTS_DIR).iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [["list"], ["add"], ["remove", "engine-0"]])
+def test_a_directory_of_no_run_is_one_clear_line(tmp_path, command):
+    result = CliRunner().invoke(app, ["engines", command[0], str(tmp_path), *command[1:]])
+    assert result.exit_code == 2
+    assert str(tmp_path) in result.output.replace("\n", "")
