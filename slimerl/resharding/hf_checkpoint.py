@@ -100,6 +100,8 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
 
 def _open_file(path: Path) -> Any:
     try:
+        # safetensors calls every file missing that it cannot open
+        path.open("rb").close()
         return safe_open(path, framework="pt").__enter__()
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path} (missing, torn or no safetensors file): {error}") from error
@@ -165,8 +167,8 @@ def write_checkpoint(
 ) -> None:
     """Write `tensors` as they come, with the configuration and tokenizer files of the checkpoint `source`.
 
-    All is written to a directory beside the final one and renamed when complete. `config.json` gets the dtype
-    of the tensors.
+    All is written to a directory beside the final one and renamed when complete; where a link stands under the final
+    name, all that is where it leads. `config.json` gets the dtype of the tensors.
 
     Raises:
         FileExistsError: `directory` exists and `overwrite` is False.
@@ -174,6 +176,7 @@ def write_checkpoint(
     """
     if directory.exists() and not overwrite:
         raise FileExistsError(f"{directory} exists; remove it or choose another export path")
+    directory = directory.resolve()
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
