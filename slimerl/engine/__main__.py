@@ -106,9 +106,7 @@ def _no_such_place(spec: RunSpec, index: int, node: int) -> str | None:
     if not spec.uses_engines:
         return f"algorithm {spec.algorithm.name} reads its responses from the data; it has no engines to start"
     if not 0 <= index < spec.engine.replicas:
-        return (
-            f"--index {index}: there are engines 0 to {spec.engine.replicas - 1} (engine.replicas); choose one of them"
-        )
+        return f"--index {index}: engine.replicas has engines 0 to {spec.engine.replicas - 1}; choose one of them"
     if not 0 <= node < spec.nodes_per_engine:
         return f"--node {node}: an engine has machines 0 to {spec.nodes_per_engine - 1}; choose one of them"
     return None
