@@ -34,7 +34,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds {type(config).__name__}, not an object")
@@ -116,10 +116,13 @@ def _files_by_name(directory: Path) -> dict[str, str]:
             return dict.fromkeys(handle.keys(), SINGLE)
     try:
         file_of = json.loads(index.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        names = set(file_of.values())
+        if not all(isinstance(file, str) for file in names):
+            raise TypeError("weight_map names files by their names")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"cannot read {index}: {error}") from error
     held: set[str] = set()
-    for file in sorted(set(file_of.values())):
+    for file in sorted(names):
         with _open_file(directory / file) as handle:
             held.update(handle.keys())
     if held != file_of.keys():
