@@ -32,6 +32,10 @@ CONFIGS = {
         keys(rope_parameters={"rope_theta": "x"}, rope_theta=None),
         "rope_theta = 'x' is not a num",
     ),
+    "KV heads that do not divide the heads": (
+        keys(num_key_value_heads=3),
+        "config.json: num_attention_heads 4 is no multiple of num_key_value_heads 3",
+    ),
     "layers without end": (keys(num_hidden_layers=10**30), "num_hidden_layers = a number of 31 digits is more than"),
 }
 

@@ -15,6 +15,7 @@ from slimerl.conductor.preflight import machine
 from slimerl.conductor.preflight.model import ENGINE_ARGUMENTS, OWN_ARGUMENTS
 from slimerl.conductor.versions import ENGINE_PINS, TRAINER_PINS, version_fault
 from slimerl.engine.launcher import Device, Place, server_arguments
+from slimerl.engine.local_resources import NoAddress
 from slimerl.spec import load_spec
 from slimerl.training.capabilities import Capabilities
 from slimerl.training.memory_estimate import GIB, EngineMemory, TrainerMemory
@@ -253,3 +254,24 @@ def test_s3_a_port_in_use_is_named(home):
             [f"rollout.port = {port}: Address already in use on 127.0.0.1; set another, or 0 for a free one"],
         )
     assert check(home, f"rollout.port={port}") == (0, [])
+
+
+def test_s3_a_port_in_use_is_asked_for_where_the_service_will_listen(home, monkeypatch):
+    """Injected: roles listen at an address of their own, and there the port is taken; then there is no address."""
+    monkeypatch.setattr(machine, "own_address", lambda network: "127.0.0.2" if network == "hostname" else "127.0.0.1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.2", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert check(home, f"rollout.port={port}") == (0, [])
+        code, [line] = check(home, f"rollout.port={port}", "cluster.network=hostname")
+    assert (code, line) == (
+        2,
+        f"rollout.port = {port}: Address already in use on 127.0.0.2; set another, or 0 for a free one",
+    )
+
+    def no_address(network):
+        raise NoAddress("the machine's name has no address")
+
+    monkeypatch.setattr(machine, "own_address", no_address)
+    assert check(home) == (2, ["cluster.network = loopback: the machine's name has no address"])

@@ -33,7 +33,8 @@ def model_faults(spec: RunSpec, capabilities: Capabilities) -> tuple[Config | No
     try:
         config = read_config(spec.model.path)
         arguments = model_arguments(config)
-        family_of(config)
+        # what the file says of the model itself, once, before every layout of it would say it again
+        family_of(config).logical_tensors(config)
     except (ConfigError, UnsupportedModel) as error:
         return None, [f"model.path: {spec.model.path}: {error}"]
     # the tables have the last word, where nothing is wrong already
