@@ -101,6 +101,17 @@ async def _until_signal(spec: RunSpec, index: int, node: int, head: str) -> None
         return  # asked to stop, and stopped
 
 
+def _no_such_place(spec: RunSpec, index: int, node: int) -> str | None:
+    """Why the spec has no such engine, and which it has."""
+    if not spec.uses_engines:
+        return f"algorithm {spec.algorithm.name} reads its responses from the data; it has no engines to start"
+    if not 0 <= index < spec.engine.replicas:
+        return f"--index {index}: engine.replicas has engines 0 to {spec.engine.replicas - 1}; choose one of them"
+    if not 0 <= node < spec.nodes_per_engine:
+        return f"--node {node}: an engine has machines 0 to {spec.nodes_per_engine - 1}; choose one of them"
+    return None
+
+
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m slimerl.engine", description=__doc__)
@@ -114,6 +125,9 @@ def main(argv: list[str]) -> int:
         spec = load_spec(arguments.spec, arguments.overrides)
         if spec.nodes_per_engine > 1 and not arguments.head:
             parser.error(f"an engine of {spec.nodes_per_engine} machines needs --head, the address of its first one")
+        if (fault := _no_such_place(spec, arguments.index, arguments.node)) is not None:
+            print(f"{arguments.spec}: {fault}", file=sys.stderr, flush=True)
+            return 2
         asyncio.run(_until_signal(spec, arguments.index, arguments.node, arguments.head))
     except (SpecError, ServerFailed, DeadlineExceeded, EngineError, NoAddress, RegistrationFailed) as error:
         print(error, file=sys.stderr, flush=True)

@@ -34,7 +34,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds {type(config).__name__}, not an object")
@@ -100,6 +100,8 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
 
 def _open_file(path: Path) -> Any:
     try:
+        # safetensors calls every file missing that it cannot open
+        path.open("rb").close()
         return safe_open(path, framework="pt").__enter__()
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path} (missing, torn or no safetensors file): {error}") from error
@@ -114,10 +116,13 @@ def _files_by_name(directory: Path) -> dict[str, str]:
             return dict.fromkeys(handle.keys(), SINGLE)
     try:
         file_of = json.loads(index.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        names = set(file_of.values())
+        if not all(isinstance(file, str) for file in names):
+            raise TypeError("weight_map names files by their names")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"cannot read {index}: {error}") from error
     held: set[str] = set()
-    for file in sorted(set(file_of.values())):
+    for file in sorted(names):
         with _open_file(directory / file) as handle:
             held.update(handle.keys())
     if held != file_of.keys():
@@ -165,8 +170,8 @@ def write_checkpoint(
 ) -> None:
     """Write `tensors` as they come, with the configuration and tokenizer files of the checkpoint `source`.
 
-    All is written to a directory beside the final one and renamed when complete. `config.json` gets the dtype
-    of the tensors.
+    All is written to a directory beside the final one and renamed when complete; where a link stands under the final
+    name, all that is where it leads. `config.json` gets the dtype of the tensors.
 
     Raises:
         FileExistsError: `directory` exists and `overwrite` is False.
@@ -174,6 +179,7 @@ def write_checkpoint(
     """
     if directory.exists() and not overwrite:
         raise FileExistsError(f"{directory} exists; remove it or choose another export path")
+    directory = directory.resolve()
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)

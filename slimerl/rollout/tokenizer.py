@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slimerl.samples.framing import framed
+from slimerl.samples.rows import DataError
 from slimerl.spec.schema import DataSpec
 
 
@@ -20,7 +22,7 @@ class PromptTokenizer:
     """`encode` and `decode` bound to one checkpoint and one way of framing prompts."""
 
     def __init__(self, model_path: Path, data: DataSpec) -> None:
-        """Raises TokenizerError: no tokenizer, no chat template where one is asked for, no end-of-sequence id."""
+        """Raises TokenizerError: no tokenizer, no sound chat template where one is asked for, no end-of-sequence id."""
         # Imported here: it takes seconds, and only the role needs it.
         from transformers import AutoTokenizer
 
@@ -36,6 +38,10 @@ class PromptTokenizer:
             )
         self._data = data
         self._model_path = model_path
+        try:
+            self._framed("1")
+        except DataError as error:
+            raise TokenizerError(f"model.path: {model_path}: {error}") from error
         self.stop_token_ids = stop_token_ids(model_path, self._tokenizer.eos_token_id)
         """Ids that end a response, ascending."""
         if not self.stop_token_ids:
@@ -68,18 +74,17 @@ class PromptTokenizer:
         return faults
 
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Ids of each prompt, framed as one user turn where `data.chat_template` is set."""
+        """Ids of each prompt, framed as one user turn where `data.chat_template` is set.
+
+        Raises:
+            DataError: the chat template refuses a prompt.
+        """
         # A template writes the special tokens itself.
         texts = [self._framed(prompt) for prompt in prompts]
         return self._tokenizer(texts, add_special_tokens=not self._data.chat_template)["input_ids"]
 
     def _framed(self, prompt: str) -> str:
-        if not self._data.chat_template:
-            return prompt
-        turns = [{"role": "user", "content": prompt}]
-        if self._data.system_prompt is not None:
-            turns.insert(0, {"role": "system", "content": self._data.system_prompt})
-        return self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return framed(self._tokenizer, prompt, self._data.system_prompt) if self._data.chat_template else prompt
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of a response without special tokens."""
@@ -87,11 +92,30 @@ class PromptTokenizer:
 
 
 def stop_token_ids(model_path: Path, of_tokenizer: int | None) -> tuple[int, ...]:
-    """Every end-of-sequence id that the tokenizer, `config.json` or `generation_config.json` names."""
+    """Every end-of-sequence id that the tokenizer, `config.json` or `generation_config.json` names.
+
+    Raises:
+        TokenizerError: a file is no JSON object, or what it names are no ids.
+    """
     ids = set() if of_tokenizer is None else {of_tokenizer}
     for name in ("config.json", "generation_config.json"):
         path = model_path / name
         if path.is_file():
-            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            ids.update(named if isinstance(named, list) else [] if named is None else [named])
+            ids.update(_named_ids(path))
     return tuple(sorted(ids))
+
+
+def _named_ids(path: Path) -> list[int]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"model.path: {path}: cannot be read ({error}); correct it") from None
+    if not isinstance(tree, dict):
+        raise TokenizerError(f"model.path: {path}: holds {type(tree).__name__}, not an object; correct it")
+    named = tree.get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if any(isinstance(each, bool) or not isinstance(each, int) for each in ids):
+        raise TokenizerError(
+            f"model.path: {path}: eos_token_id = {named!r} is neither a number nor a list of numbers; correct it"
+        )
+    return ids

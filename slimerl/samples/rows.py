@@ -6,6 +6,7 @@ Invariant: ids are unique and no text is empty.
 """
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,8 @@ def _parse_row(line: str, number: int, target: str) -> Row | str:
         return "not valid JSON: nested too deeply"
     except _DoubleKey as error:
         return f"key '{error}' stands twice"
+    except ValueError as error:
+        return f"a number cannot be read: {error}"
     if not isinstance(tree, dict):
         return f"a row is an object, found {type(tree).__name__}"
     texts = {}
@@ -90,6 +93,8 @@ def _parse_row(line: str, number: int, target: str) -> Row | str:
         value = tree.get(key)
         # Ids and answers are often written as numbers; they mean the same as text. True and False do not.
         if isinstance(value, int | float) and not isinstance(value, bool) and key != "prompt":
+            if not abs(value) < math.inf:
+                return f"'{key}' is {value}, which is no finite number; write a number, or text"
             value = str(value)
         if value is None:
             return f"'{key}' is missing"

@@ -3,6 +3,7 @@
 Invariant: strict, frozen; reals are finite, and whole numbers are accepted where reals are meant.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,15 @@ def _float_from_int(value: object) -> object:
 
 
 def _path_from_text(value: object) -> object:
-    return Path(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    if "\0" in value:
+        raise ValueError("a path has no NUL character; remove it")
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        raise ValueError("a path is text that the file system can write; correct it") from None
+    return Path(value)
 
 
 def tuple_from_list(value: object) -> object:

@@ -9,10 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from slimerl.spec.schema import RunSpec
+from slimerl.spec.yaml_core import NotYaml, dumped, parsed
+
+_SHOWN = 80
+"""Characters of an override in an error."""
 
 
 class SpecError(Exception):
@@ -45,39 +48,16 @@ def spec_from_tree(tree: dict[str, Any], source: str) -> RunSpec:
 
 def dump_spec(spec: RunSpec) -> str:
     """The spec as YAML that `load_spec` reads back to an equal one."""
-    return yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True), sort_keys=False)
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML lets the last of two equal keys win in silence; here it is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is no text", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' stands twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-# YAML 1.1, which PyYAML speaks, takes 1e-6 for text: it wants a dot. Here numbers are what they are in YAML 1.2.
-_UniqueKeyLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+    return dumped(spec.model_dump(mode="json", exclude_none=True))
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+        tree = parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(f"{path}: cannot read the spec: {error.strerror}") from None
-    except RecursionError:
-        raise SpecError(f"{path}: not valid YAML: nested too deeply") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (NotYaml, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise SpecError(f"{path}: a run spec is a mapping of sections, found {type(tree).__name__}")
     return tree
@@ -93,9 +73,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(tree, dict):
             raise SpecError(f"override '{override}': '{section}' is a value, not a section")
     try:
-        tree[leaf] = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError:
-        raise SpecError(f"override '{override}': '{text}' is not a YAML value") from None
+        tree[leaf] = parsed(text)
+    except NotYaml as error:
+        shown = override if len(override) <= _SHOWN else f"{override[:_SHOWN]}…"
+        raise SpecError(f"override '{shown}': its value is not valid YAML: {error}") from None
 
 
 def _plain_lines(error: ValidationError) -> Iterator[str]:

@@ -194,7 +194,7 @@ class EngineSpec(Strict):
     threads: Workers = 1
     """CPU threads of one engine process; without meaning on a GPU."""
     extra_args: Annotated[tuple[str, ...], BeforeValidator(tuple_from_list)] = ()
-    """Further arguments of `sglang.launch_server`, as they stand."""
+    """Further arguments of `sglang.launch_server`, as they stand; none that another key or slimerl itself sets."""
 
     @model_validator(mode="after")
     def _groups_divide_the_gpus(self) -> "EngineSpec":

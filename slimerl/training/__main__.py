@@ -90,7 +90,8 @@ def run_rank(spec: RunSpec) -> None:
     from slimerl.training import assembly, parallel
     from slimerl.training.capabilities import detect
     from slimerl.training.checkpoint import resume
-    from slimerl.training.checkpoint.checkpointer import Checkpointer, identity
+    from slimerl.training.checkpoint.checkpointer import Checkpointer
+    from slimerl.training.checkpoint.identity import identity
     from slimerl.training.clock import SilentLog
     from slimerl.training.loop import Run, Syncer, Turns, train
     from slimerl.training.source import Source

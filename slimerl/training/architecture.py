@@ -18,6 +18,11 @@ from slimerl.resharding.families import deepseek_v3, glm4_moe, qwen3
 from slimerl.training.config_reader import ConfigReader, UnsupportedModel
 from slimerl.training.config_rotary import Rotary, latent_rotary, llama3_factor, read_rotary
 
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 10_000
+"""Of a layer. Beyond what anyone trains: every layer and expert has lines in tables, so a slip of the pen is refused
+before they fill the memory."""
+
 
 @dataclass(frozen=True)
 class ModelArguments:
@@ -72,12 +77,12 @@ def model_arguments(config: Mapping[str, Any]) -> ModelArguments:
     """
     reader = ConfigReader(config)
     model_type = reader.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModel(f"model_type '{model_type}' is not supported; known are {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[model_type]
     _refuse_what_cannot_be_built(reader)
     rotary = read_rotary(reader, family.partial_rotary)
-    layers = reader.integer("num_hidden_layers")
+    layers = reader.integer("num_hidden_layers", most=MOST_LAYERS)
     transformer = {
         "num_layers": layers,
         "hidden_size": reader.integer("hidden_size"),
@@ -169,7 +174,7 @@ ROUTED = {
 
 def _softmax_experts(config: ConfigReader, layers: int) -> dict[str, Any]:
     """Qwen3-MoE: the weights of the chosen experts are softmax probabilities, over all or over the chosen ones."""
-    experts = config.integer("num_experts" if "num_experts" in config else "num_local_experts")
+    experts = config.integer("num_experts" if "num_experts" in config else "num_local_experts", most=MOST_EXPERTS)
     config.only("num_local_experts", experts, why="num_experts says so")
     everywhere = "SGLang's Qwen3-MoE has experts in every layer"
     config.only("decoder_sparse_step", 1, why=everywhere)
@@ -196,7 +201,7 @@ def _sigmoid_experts(dense_layers: int, shared_experts: int) -> Callable[[Config
     """
 
     def read(config: ConfigReader, layers: int) -> dict[str, Any]:
-        experts, width = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
+        experts, width = config.integer("n_routed_experts", most=MOST_EXPERTS), config.integer("moe_intermediate_size")
         topk = _topk(config, experts)
         if config.flag("norm_topk_prob", True) != (topk > 1):
             raise UnsupportedModel(

@@ -32,7 +32,8 @@ from slimerl.training.optimizer import build_optimizer, build_schedule
 from slimerl.training.parallel import Grid, broadcast_bytes
 from slimerl.training.rollout_client import RolloutClient
 from slimerl.training.rollout_source import RolloutSource
-from slimerl.training.sft_data import RowSource, load_tokenizer, read_samples
+from slimerl.training.sft_data import RowSource
+from slimerl.training.sft_rows import load_tokenizer, read_samples
 from slimerl.training.source import Source
 from slimerl.training.step import PolicyTrainer
 from slimerl.training.weights import ModelMap, export_weights, load_weights, model_map

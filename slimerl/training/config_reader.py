@@ -4,6 +4,7 @@ Flows in: the parsed file. Flows out: values, checked. Invariant: after `finish`
 value that it has, or is known to have no effect on what the model computes.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +20,20 @@ WITHOUT_EFFECT = frozenset(
 """Keys that do not change what the model computes."""
 
 
+LARGEST_INTEGER = 2**31 - 1
+"""What sizes are in Megatron's kernels."""
+
+
 class UnsupportedModel(ValueError):
     """The model cannot be built exactly; the message names the key of `config.json`, or of the spec."""
+
+
+def as_number(key: str, value: Any) -> float:
+    """Raises UnsupportedModel where it is no finite number."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not abs(value) <= sys.float_info.max:
+        raise UnsupportedModel(f"config.json: {key} = {value!r} is not a number")
+    return float(value)
 
 
 class ConfigReader:
@@ -51,20 +64,23 @@ class ConfigReader:
             raise UnsupportedModel(f"config.json: '{key}' is missing")
         return value
 
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Raises UnsupportedModel where it is absent without a default, no integer, or below `least`."""
+    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = LARGEST_INTEGER) -> int:
+        """Raises UnsupportedModel where it is absent without a default, no integer, or not in [least, most]."""
         value = self.required(key) if default is None else self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
             raise UnsupportedModel(f"config.json: {key} = {value!r} is not {kind}")
+        if value > most:
+            shown = value if len(str(value)) < 20 else f"a number of {len(str(value))} digits"
+            raise UnsupportedModel(
+                f"config.json: {key} = {shown} is more than any model has, at most {most}; correct it"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Raises UnsupportedModel where it is absent without a default, or no number."""
         value = self.required(key) if default is None else self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UnsupportedModel(f"config.json: {key} = {value!r} is not a number")
-        return float(value)
+        return as_number(key, value)
 
     def flag(self, key: str, default: bool) -> bool:
         """Raises UnsupportedModel where it is neither true nor false."""

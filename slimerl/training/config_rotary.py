@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slimerl.training.config_reader import ConfigReader, UnsupportedModel
+from slimerl.training.config_reader import ConfigReader, UnsupportedModel, as_number
 
 
 @dataclass(frozen=True)
@@ -32,31 +32,70 @@ YARN_KEYS = frozenset(
     ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 )
 
+NUMBERS = (YARN_KEYS | LLAMA3_IN_MEGATRON.keys()) - {"truncate"}
+
 
 def read_rotary(config: ConfigReader, partial: float | None = None) -> Rotary:
     """`partial`: the family's default of `partial_rotary_factor`; None: the family rotates whole heads.
 
     Raises:
-        UnsupportedModel: contradicting keys.
+        UnsupportedModel: keys that contradict each other, or are of another type than rotary embeddings have.
     """
-    stated = config.get("rope_parameters", {})
-    older = config.get("rope_scaling", {})
-    scaling = stated or older
-    theta = config.get("rope_theta")
-    base = stated.get("rope_theta", 10_000.0 if theta is None else theta)
-    if theta is not None and base != theta:
-        raise UnsupportedModel(f"config.json: rope_theta is {theta} and in rope_parameters {base}")
-    percent = config.number("partial_rotary_factor", stated.get("partial_rotary_factor", partial or 1.0))
-    if stated.get("partial_rotary_factor", percent) != percent:
-        raise UnsupportedModel(
-            f"config.json: partial_rotary_factor is {percent} and in rope_parameters {stated['partial_rotary_factor']}"
-        )
-    if partial is None and percent != 1:
+    stated, older = _stated(config, "rope_parameters"), _stated(config, "rope_scaling")
+    base = _number(config, "rope_theta", stated, older)
+    percent = _number(config, "partial_rotary_factor", stated, older)
+    if partial is None and percent not in (None, 1.0):
         raise UnsupportedModel(f"config.json: partial_rotary_factor = {percent} is not supported, only 1")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if stated and older and _scaling(stated) != _scaling(older):
+        raise UnsupportedModel(
+            f"config.json: rope_parameters and rope_scaling contradict each other ({_shown(stated)} and "
+            f"{_shown(older)}); leave out the one that is not meant"
+        )
+    kind, rest = _scaling(stated or older)
+    return Rotary(
+        10_000.0 if base is None else base,
+        (partial or 1.0) if percent is None else percent,
+        kind,
+        rest,
+        "rope_parameters" if stated else "rope_scaling",
+    )
+
+
+def _stated(config: ConfigReader, key: str) -> Mapping[str, Any]:
+    """Of an object; empty where it is absent."""
+    value = config.get(key, {})
+    if not isinstance(value, Mapping):
+        raise UnsupportedModel(f"config.json: {key} = {value!r} is not an object")
+    kinds = {str(value[name]) for name in ("rope_type", "type") if value.get(name) is not None}
+    if len(kinds) > 1:
+        raise UnsupportedModel(f"config.json: {key} has two types, {' and '.join(sorted(kinds))}; leave one out")
+    for name in NUMBERS & value.keys():
+        if value[name] is not None:
+            as_number(f"{key}: {name}", value[name])
+    return value
+
+
+def _number(config: ConfigReader, key: str, *objects: Mapping[str, Any]) -> float | None:
+    """The value on which all places agree that state it, the file itself and its objects; None: no place does."""
+    found = [config.get(key), *(each.get(key) for each in objects)]
+    values = [value for value in found if value is not None]
+    for value in values:
+        as_number(key, value)
+        if value != values[0]:
+            raise UnsupportedModel(f"config.json: {key} is {values[0]} and in rope_parameters or rope_scaling {value}")
+    return float(values[0]) if values else None
+
+
+def _scaling(stated: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The sort of scaling and its parameters."""
+    kind = stated.get("rope_type") or stated.get("type") or "default"
     named = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-    rest = {key: value for key, value in scaling.items() if key not in named}
-    return Rotary(float(base), percent, kind, rest, "rope_parameters" if stated else "rope_scaling")
+    return str(kind), {key: value for key, value in stated.items() if key not in named}
+
+
+def _shown(stated: Mapping[str, Any]) -> str:
+    kind, rest = _scaling(stated)
+    return f"{kind} {rest}" if rest else kind
 
 
 def llama3_factor(rotary: Rotary) -> float | None:

@@ -36,7 +36,7 @@ def read_config(model_path: Path) -> dict[str, Any]:
     """The parsed `config.json` of a checkpoint directory.
 
     Raises:
-        UnsupportedModel: there is none, or it is not JSON.
+        UnsupportedModel: there is none, or it is no JSON object.
     """
     if not model_path.is_dir():
         raise UnsupportedModel(
@@ -45,11 +45,14 @@ def read_config(model_path: Path) -> dict[str, Any]:
         )
     file = model_path / "config.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedModel(
             f"{file}: cannot be read ({error}); model.path must be a Hugging Face checkpoint directory"
         ) from None
+    if not isinstance(config, dict):
+        raise UnsupportedModel(f"{file}: holds {type(config).__name__}, not an object; it must describe a model")
+    return config
 
 
 def transformer_config(

@@ -8,7 +8,8 @@ Invariants:
     within a minibatch, every rank has the same number of micro-batches (Megatron's collectives need that);
     no micro-batch has more tokens than the budget, unless it is one sample alone;
     the costs of two ranks differ by at most the most expensive unit (sample, or samples that share a prompt);
-    a micro-batch may be empty only where there are fewer units than micro-batches (it is computed on padding).
+    a micro-batch is empty (it is computed on padding) only where the last round, one for each rank times `multiple`,
+    has more places than units are left.
 """
 
 import heapq
@@ -156,15 +157,20 @@ def _unit(shapes: Sequence[SampleShape], samples: Sequence[int], rules: PackingR
 
 
 def _fill(units: list[_Unit], rules: PackingRules) -> list[list[_Unit]]:
-    """As few micro-batches as the budget allows, the same number for each rank."""
-    total = sum(unit.tokens for unit in units)
-    per_rank = max(1, -(-total // (rules.ranks * rules.micro_batch_tokens)))
+    """The same number of micro-batches for each rank: the fewest in which balanced ones keep the budget."""
+    per_rank = max(1, -(-_fewest(units, rules.micro_batch_tokens) // rules.ranks))
     while True:
         per_rank = -(-per_rank // rules.multiple) * rules.multiple
         bins = _balanced(units, rules.ranks * per_rank)
         if all(_fits(each, rules.micro_batch_tokens) for each in bins):
             return bins
         per_rank += 1
+
+
+def _fewest(units: Sequence[_Unit], budget: int) -> int:
+    """No fewer micro-batches hold them: what exceeds the budget takes one each, however long it is."""
+    within = [unit.tokens for unit in units if unit.tokens <= budget]
+    return len(units) - len(within) - (-sum(within) // budget)
 
 
 def _fits(units: Sequence[_Unit], budget: int) -> bool:

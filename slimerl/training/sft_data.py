@@ -1,20 +1,15 @@
-"""Supervised fine-tuning's source of samples: rows `{"id", "prompt", "response"}` of a JSONL file.
+"""Supervised fine-tuning's source of samples: tokenised rows (`sft_rows.py`), epoch after epoch.
 
-Flows in: the file, the model's tokenizer. Flows out: this rank's micro-batches. Invariants: a response ends with the
-end-of-sequence token, and only its tokens count; the order is a pure function of the seed, the epoch and the ids.
+Flows in: samples. Flows out: this rank's micro-batches. Invariant: the order is a pure function of the seed, the epoch
+and the ids.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 
-from slimerl.samples.rows import DataError, Row, parse_rows, raise_faults
 from slimerl.spec import RunSpec
-from slimerl.spec.schema import DataSpec
 from slimerl.training.batches import MicroBatch
 from slimerl.training.batching import Batching
 from slimerl.training.clock import StepClock
@@ -23,40 +18,6 @@ from slimerl.training.parallel import Grid, sum_and_max
 from slimerl.training.source import StepInput
 from slimerl.training.step import PolicyTrainer
 from slimerl.training.training_sample import TrainingSample
-
-
-def read_samples(path: Path, tokenizer: Any, data: DataSpec, max_tokens: int) -> list[TrainingSample]:
-    """Read, check and tokenise a data file.
-
-    Args:
-        tokenizer: of transformers.
-        max_tokens: the model's longest sequence.
-
-    Raises:
-        DataError: one line per fault: file, line, reason.
-    """
-    try:
-        with path.open(encoding="utf-8") as lines:
-            rows = parse_rows(lines, str(path), target="response")
-    except OSError as error:
-        raise DataError(f"{path}: cannot read the data: {error.strerror}") from None
-    framed = [_framed(row.prompt, tokenizer, data) for row in rows]
-    # a chat template has written the special tokens already
-    prompts = tokenizer(framed, add_special_tokens=not data.chat_template)
-    responses = tokenizer([row.target for row in rows], add_special_tokens=False)
-    samples, faults = [], []
-    for row, prompt, response in zip(rows, prompts["input_ids"], responses["input_ids"], strict=True):
-        tokens = [*prompt, *response, tokenizer.eos_token_id]
-        where = f"{path}:{row.line}"
-        if len(prompt) > data.max_prompt_tokens:
-            bound = f"data.max_prompt_tokens = {data.max_prompt_tokens}"
-            faults.append(f"{where}: the prompt has {len(prompt)} tokens, more than {bound}")
-        elif len(tokens) > max_tokens:
-            faults.append(f"{where}: the row has {len(tokens)} tokens, the model takes {max_tokens}")
-        else:
-            samples.append(_sample(row, tokens, len(prompt)))
-    raise_faults(faults)
-    return samples
 
 
 class RowSource:
@@ -112,43 +73,3 @@ class RowSource:
         ]
         plan = self._batching.plan(shapes, minibatches)
         return self._batching.packs(plan, samples, self._grid.place.data)
-
-
-def load_tokenizer(model_path: Path, data: DataSpec) -> Any:
-    """The checkpoint's tokenizer.
-
-    Raises:
-        DataError: there is none, it names no end-of-sequence token, or it has no chat template though one is wanted.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_path))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{model_path}: cannot load its tokenizer: {error}") from None
-    if tokenizer.eos_token_id is None:
-        raise DataError(f"{model_path}: the tokenizer names no end-of-sequence token; responses could never end")
-    if data.chat_template and not tokenizer.chat_template:
-        raise DataError(f"{model_path}: data.chat_template is set, but the tokenizer has no chat template")
-    return tokenizer
-
-
-def _framed(prompt: str, tokenizer: Any, data: DataSpec) -> str:
-    if not data.chat_template:
-        return prompt
-    turns = [{"role": "user", "content": prompt}]
-    if data.system_prompt is not None:
-        turns.insert(0, {"role": "system", "content": data.system_prompt})
-    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-
-
-def _sample(row: Row, tokens: Sequence[int], prompt_length: int) -> TrainingSample:
-    response = len(tokens) - prompt_length
-    return TrainingSample(
-        sample_id=row.row_id,
-        tokens=np.asarray(tokens, dtype=np.int32),
-        prompt_length=prompt_length,
-        sampled=np.ones(response, dtype=bool),
-        behavior_logprobs=np.zeros(response, dtype=np.float32),
-        advantage=1.0,
-    )

@@ -12,9 +12,10 @@ from preflight_home import check
 
 from slimerl.conductor.estimate import estimate
 from slimerl.conductor.preflight import machine
-from slimerl.conductor.preflight.model import ENGINE_ARGUMENTS
+from slimerl.conductor.preflight.model import ENGINE_ARGUMENTS, OWN_ARGUMENTS
 from slimerl.conductor.versions import ENGINE_PINS, TRAINER_PINS, version_fault
-from slimerl.engine.launcher import Device, server_arguments
+from slimerl.engine.launcher import Device, Place, server_arguments
+from slimerl.engine.local_resources import NoAddress
 from slimerl.spec import load_spec
 from slimerl.training.capabilities import Capabilities
 from slimerl.training.memory_estimate import GIB, EngineMemory, TrainerMemory
@@ -201,6 +202,47 @@ def test_s4_the_arguments_of_an_engines_layout_are_guarded_too(home):
     assert {*added, "--base-gpu-id"} <= ENGINE_ARGUMENTS.keys()
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--port=1", "--port would change where the engine listens, which slimerl sets by itself; remove it"),
+        ("--po=1", "--po would change where the engine listens, which slimerl sets by itself; remove it"),
+        (
+            "--host=0.0.0.0",
+            "--host would change where the engine listens (cluster.network), which slimerl sets by itself",
+        ),
+        (
+            "--admin-api-key=x",
+            "--admin-api-key would change the engine's keys, which slimerl sets by itself; remove it",
+        ),
+        ("--config=args.yaml", "--config would change all arguments of the engine, which slimerl sets by itself"),
+        ("''", "'' is no argument; remove it"),
+        ("stray", "'stray' is no option; begin with one, as in [--name, value]"),
+    ],
+)
+def test_s4_what_the_launcher_sets_itself_may_not_be_given_again(home, given, told):
+    code, lines = check(home, f"engine.extra_args=[{given}]")
+    assert code == 2
+    assert lines[0].startswith("engine.extra_args: ")
+    assert any(told in line for line in lines)
+
+
+def test_s4_whatever_ties_a_server_to_its_role_is_guarded(home):
+    """Injected: another port, another machine; what changes with them on the command line, extra_args may not set."""
+    spec = load_spec(home / "spec.yaml", ["cluster.gpus_per_node=1", "engine.tensor_parallel=2"])
+    pairs = [
+        server_arguments(spec, 0, Device.CPU, port, Place(address, node, "first"))
+        for port, address, node in ((1, "here", 0), (2, "there", 1))
+    ]
+    changed = {pairs[0][place - 1] for place, (a, b) in enumerate(zip(*pairs, strict=True)) if a != b}
+    assert changed == {"--host", "--port", "--node-rank"}
+    assert changed <= OWN_ARGUMENTS.keys()
+
+
+def test_s4_what_the_launcher_only_prefers_may_be_set(home):
+    assert check(home, "engine.extra_args=[--attention-backend, torch_native, --chunked-prefill-size=64]") == (0, [])
+
+
 def test_s3_a_port_in_use_is_named(home):
     """Injected: a listener on rollout.port."""
     with socket.socket() as taken:
@@ -212,3 +254,24 @@ def test_s3_a_port_in_use_is_named(home):
             [f"rollout.port = {port}: Address already in use on 127.0.0.1; set another, or 0 for a free one"],
         )
     assert check(home, f"rollout.port={port}") == (0, [])
+
+
+def test_s3_a_port_in_use_is_asked_for_where_the_service_will_listen(home, monkeypatch):
+    """Injected: roles listen at an address of their own, and there the port is taken; then there is no address."""
+    monkeypatch.setattr(machine, "own_address", lambda network: "127.0.0.2" if network == "hostname" else "127.0.0.1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.2", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert check(home, f"rollout.port={port}") == (0, [])
+        code, [line] = check(home, f"rollout.port={port}", "cluster.network=hostname")
+    assert (code, line) == (
+        2,
+        f"rollout.port = {port}: Address already in use on 127.0.0.2; set another, or 0 for a free one",
+    )
+
+    def no_address(network):
+        raise NoAddress("the machine's name has no address")
+
+    monkeypatch.setattr(machine, "own_address", no_address)
+    assert check(home) == (2, ["cluster.network = loopback: the machine's name has no address"])

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from engine_fixtures import engine_spec
 
+from slimerl.engine.__main__ import main as engine_role
 from slimerl.engine.launcher import Device, Place, server_arguments, server_environment
 from slimerl.engine.local_resources import NoAddress, PrivateDirectory, ReservedPort, own_address
 from slimerl.spec import RunSpec
+from slimerl.spec.load import dump_spec
 from slimerl.spec.schema import ParallelSpec
 from slimerl.training.gpu_environment import gpu_environment
 
@@ -200,3 +203,24 @@ def test_a_private_directory_is_the_owners_alone_and_goes_with_all_it_holds() ->
     assert os.stat(directory.path).st_mode & 0o077 == 0
     directory.remove()
     assert not directory.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        (["--index", "5"], "--index 5: engine.replicas has engines 0 to 1; choose one of them"),
+        (["--index", "-1"], "--index -1: engine.replicas has engines 0 to 1; choose one of them"),
+        (["--index", "0", "--node", "1"], "--node 1: an engine has machines 0 to 0; choose one of them"),
+        (["--index", "0", "algorithm.name=sft"], "algorithm sft reads its responses from the data; it has no engines"),
+    ],
+)
+def test_a_role_that_the_spec_does_not_have_starts_no_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: list[str], told: str
+) -> None:
+    tree = yaml.safe_load(dump_spec(engine_spec(tmp_path / "model", tmp_path / "run", replicas=2)))
+    # with the options of its own algorithm it could be of no other
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump({key: tree[key] for key in tree if key != "algorithm"}))
+    assert engine_role([str(tmp_path / "spec.yaml"), *place]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path}/spec.yaml: {told}")
+    assert not (tmp_path / "run").exists()

@@ -204,3 +204,16 @@ def test_nothing_to_write_is_an_error(source, tmp_path):
     twice = [("a", torch.zeros(1)), ("a", torch.zeros(1))]
     with pytest.raises(CheckpointError, match="a is written twice"):
         write_checkpoint(tmp_path / "out", twice, source)
+
+
+def test_where_a_link_stands_the_checkpoint_is_written_to_where_it_leads(source, tmp_path):
+    """Injected: the name is a link to an earlier checkpoint on another disk; then to one that is yet to be made."""
+    disk = tmp_path / "disk"
+    write_checkpoint(disk / "model", [("old", torch.zeros(1))], source)
+    for name, leads_to in (("here", disk / "model"), ("later", disk / "new" / "model")):
+        (tmp_path / name).symlink_to(leads_to)
+        write_checkpoint(tmp_path / name, random_state(CONFIG).items(), source, overwrite=True)
+        assert (tmp_path / name).readlink() == leads_to
+        assert_same(read(leads_to), random_state(CONFIG))
+    left = {path.name for folder in (tmp_path, disk) for path in folder.iterdir()}
+    assert not any(name.startswith(".") for name in left)

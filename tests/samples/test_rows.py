@@ -34,6 +34,9 @@ def test_the_target_may_be_a_response():
         ('{"id": "b", "prompt": ["p"], "answer": "2"}', "'prompt' must be text, found list"),
         ('{"id": "b", "prompt": 5, "answer": "2"}', "'prompt' must be text, found int"),
         ('{"id": "b", "prompt": "p", "answer": true}', "'answer' must be text, found bool"),
+        ('{"id": "b", "prompt": "p", "answer": NaN}', "'answer' is nan, which is no finite number; write a number, or"),
+        ('{"id": 1e999, "prompt": "p", "answer": "2"}', "'id' is inf, which is no finite number"),
+        (f'{{"id": "b", "prompt": "p", "answer": {"9" * 5000}}}', "a number cannot be read: Exceeds the limit"),
         ('{"id": "a", "prompt": "p", "answer": "2"}', "id 'a' stands already in line 1"),
     ],
 )

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimerl.spec import SpecError, load_spec
 from slimerl.spec.load import all_keys, dump_spec, spec_from_tree
 from slimerl.spec.schema import RunSpec
+from slimerl.spec.yaml_core import dumped, parsed
 
 MINIMAL = {
     "name": "tiny",
@@ -127,6 +128,70 @@ def test_yaml_nested_beyond_all_measure_is_one_plain_line(minimal):
     assert refusal(minimal) == f"{minimal}: not valid YAML: nested too deeply"
 
 
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("010", 10),
+        ("0o10", 8),
+        ("0x1F", 31),
+        ("1_000", "1_000"),
+        ("1:30", "1:30"),
+        ("yes", "yes"),
+        ("off", "off"),
+        ("True", True),
+        ("2024-02-30", "2024-02-30"),
+        ("1e-6", 1e-6),
+        (".5", 0.5),
+        ("+1.", 1.0),
+        ("-.INF", float("-inf")),
+        ("", None),
+        ("~", None),
+        ("=", "="),
+        ("'010'", "010"),
+    ],
+)
+def test_a_plain_value_is_what_yaml_1_2_says(written, value):
+    """From the tables of its core schema."""
+    [found] = parsed(f"[{written or 'null'}]") if written else [parsed("a:")["a"]]
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_a_number_or_truth_value_of_yaml_1_1_is_refused_and_shown(minimal):
+    """Injected: what PyYAML takes for 1000, 90 and true."""
+    for override, told in (("seed=1_000", "'1_000'"), ("seed=1:30", "'1:30'"), ("data.chat_template=yes", "'yes'")):
+        assert f"(found {told}" in refusal(minimal, override)
+    assert load_spec(minimal, ["seed=010", "output_dir=2024-02-30"]).seed == 10
+
+
+@settings(deadline=None)
+@given(st.one_of(st.text("0123456789eE+-._:xonyftruealsNIi~<=", max_size=6), st.text(max_size=6)))
+def test_text_that_looks_like_something_else_is_written_so_that_it_reads_back(text):
+    for read in (parsed, yaml.safe_load):
+        assert read(dumped({"key": text})) == {"key": text}
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("!!int 'a'", "'a' is no integer"),
+        ("!!float 'a'", "'a' is no number"),
+        ("!!bool 'yes'", "'yes' is no truth value, true or false"),
+        ("!!timestamp 'a'", "a value is not what its tag says"),
+        ("9" * 5000, f"'{'9' * 40}…' is no number that can be read: it has 5000 digits"),
+        ("[" * 3000, "nested too deeply"),
+    ],
+)
+def test_a_value_that_cannot_be_is_one_line_in_the_file_and_in_an_override(minimal, value, told):
+    """Injected: values that Python's own readers stumble over."""
+    said = refusal(minimal, f"seed={value}")
+    assert said.startswith("override 'seed=")
+    minimal.write_text(minimal.read_text() + f"seed: {value}\n")
+    for line in (said, refusal(minimal)):
+        assert told in line
+        assert len(line.splitlines()) == 1
+        assert len(line) < 400
+
+
 def test_s1_a_section_written_as_a_value_is_told_so(minimal):
     assert refusal(minimal, "engine=null").endswith("'engine' is a section of keys, found None")
 
@@ -187,6 +252,7 @@ def test_every_shipped_config_loads(config):
     load_spec(config)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(all_keys(RunSpec))), st.text("abcdefgh_", min_size=1, max_size=8))
 def test_s1_no_key_outside_the_schema_ever_passes(key, suffix):
     section, _, leaf = key.rpartition(".")

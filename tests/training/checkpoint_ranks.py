@@ -197,7 +197,8 @@ def run_with_checkpoints(spec: Any, limited_steps: tuple[int, ...] = ()) -> tupl
     """
     import resource
 
-    from slimerl.training.checkpoint.checkpointer import Checkpointer, identity
+    from slimerl.training.checkpoint.checkpointer import Checkpointer
+    from slimerl.training.checkpoint.identity import identity
     from slimerl.training.checkpoint.write import SaveFailed
 
     own = Trained(spec.model.path, spec.training.parallel)
@@ -247,11 +248,12 @@ def run_with_faults(spec: Any, faults: list[tuple[str, int]]) -> tuple[list[str]
     from unittest import mock
 
     from slimerl.training.checkpoint import checkpointer
+    from slimerl.training.checkpoint.identity import identity
 
     own = Trained(spec.model.path, spec.training.parallel)
     own.train(1, 1)
     rank, said = own.built.grid.rank, logging.handlers.BufferingHandler(1000)
-    checkpoints = checkpointer.Checkpointer(spec, own.state, own.built.grid, lambda: b"", checkpointer.identity(spec))
+    checkpoints = checkpointer.Checkpointer(spec, own.state, own.built.grid, lambda: b"", identity(spec))
     owners = _owners_of_faults(own, checkpoints)
     checkpointer.logger.addHandler(said)
     try:
@@ -336,8 +338,8 @@ def find_load_and_listen(specs: list[Any]) -> tuple[list[Any], list[str]]:
 def find_and_load(specs: list[Any]) -> list[Any]:
     """For each spec the step, the source's state and what was rejected, or the error."""
     from slimerl.training.checkpoint import resume
-    from slimerl.training.checkpoint.checkpointer import identity
     from slimerl.training.checkpoint.content import ResumeError
+    from slimerl.training.checkpoint.identity import identity
 
     own = Trained(specs[0].model.path, specs[0].training.parallel)
     answers: list[Any] = []

@@ -13,8 +13,9 @@ def fine_tune(spec: RunSpec, ask_after: int | None = None) -> list[int]:
     from slimerl.training import assembly, parallel
     from slimerl.training.capabilities import detect
     from slimerl.training.checkpoint import resume
-    from slimerl.training.checkpoint.checkpointer import Checkpointer, identity
+    from slimerl.training.checkpoint.checkpointer import Checkpointer
     from slimerl.training.checkpoint.directory import STOP_FILE
+    from slimerl.training.checkpoint.identity import identity
     from slimerl.training.clock import SilentLog
     from slimerl.training.loop import Run, train
 

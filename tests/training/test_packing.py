@@ -66,6 +66,30 @@ def test_no_micro_batch_exceeds_the_budget_unless_it_is_one_sample(step):
 
 
 @given(steps())
+def test_no_micro_batch_is_empty_that_could_be_left_out_or_filled(step):
+    _, rules, _ = step
+    for part in plan_step(*step).minibatches:
+        each = [samples for rank in part.ranks for samples in rank]
+        empty = sum(not samples for samples in each)
+        assert empty < rules.ranks * rules.multiple, "a whole round is computed on padding"
+        if empty and not rules.shared_prefix:
+            assert max(map(len, each)) == 1
+
+
+def test_samples_longer_than_the_budget_take_one_micro_batch_each():
+    shapes = [SampleShape(1000, 9000, i) for i in range(64)]
+    for ranks in (1, 2, 8):
+        [part] = plan_step(shapes, PackingRules(ranks, 4096), minibatches=1).minibatches
+        assert [[len(each) for each in rank] for rank in part.ranks] == [[1] * (64 // ranks)] * ranks
+
+
+def test_short_samples_beside_one_that_is_too_long_still_share_micro_batches():
+    shapes = [SampleShape(1000, 9000, 0), *(SampleShape(20, 80, i) for i in range(1, 101))]
+    [part] = plan_step(shapes, PackingRules(1, 4096), minibatches=1).minibatches
+    assert sorted(len(each) for each in part.ranks[0]) == [1, 33, 33, 34]
+
+
+@given(steps())
 def test_two_ranks_differ_by_at_most_the_largest_unit(step):
     shapes, rules, _ = step
     if rules.pair_cost:

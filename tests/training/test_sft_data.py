@@ -18,7 +18,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(model):
-    from slimerl.training.sft_data import load_tokenizer
+    from slimerl.training.sft_rows import load_tokenizer
 
     return load_tokenizer(model, DataSpec(train_path=Path("unused"), chat_template=True))
 
@@ -31,7 +31,7 @@ def written(path: Path, *rows: tuple[str, str]) -> Path:
 
 
 def read(file: Path, tokenizer, max_tokens: int = 1000, **data):
-    from slimerl.training.sft_data import read_samples
+    from slimerl.training.sft_rows import read_samples
 
     return read_samples(file, tokenizer, DataSpec(train_path=file, **data), max_tokens)
 
@@ -65,7 +65,7 @@ def test_r3_rows_that_are_too_long_are_refused_with_file_and_line(tmp_path, toke
 def test_a_tokenizer_without_chat_template_is_refused_where_one_is_wanted(model, tmp_path):
     import shutil
 
-    from slimerl.training.sft_data import load_tokenizer
+    from slimerl.training.sft_rows import load_tokenizer
 
     shutil.copytree(model, tmp_path / "bare")
     (tmp_path / "bare" / "chat_template.jinja").unlink()

@@ -1,5 +1,6 @@
 """What is checked before anything starts: the spec against its files and this machine.
 
+    paths     what the file system refuses: permissions, links, names
     model     config.json, the trainer's and the engines' layout, the checkpoint's tensors
     data      tokenizer, vocabulary, every row of every data file
     reward    what judges responses: sandbox, functions, rubrics, tests of the data
@@ -15,6 +16,7 @@ from slimerl.conductor.preflight.data import data_faults
 from slimerl.conductor.preflight.disk import disk_faults
 from slimerl.conductor.preflight.machine import machine_faults, version_faults
 from slimerl.conductor.preflight.model import model_faults
+from slimerl.conductor.preflight.paths import path_faults
 from slimerl.conductor.preflight.reward import reward_faults
 from slimerl.spec import RunSpec
 from slimerl.training.capabilities import detect
@@ -26,8 +28,11 @@ __all__ = ["preflight"]
 def preflight(spec: RunSpec) -> list[str]:
     """All faults of the spec on this machine, in the order in which they would strike.
 
-    What can be checked only with a sound model (prompts with its tokenizer, memory, disk space) waits until it is.
+    Where paths are refused nothing else is told. What can be checked only with a sound model (prompts with its
+    tokenizer, memory, disk space) waits until it is.
     """
+    if refused := path_faults(spec):
+        return refused
     capabilities = detect()
     faults = [*version_faults(spec), *_algorithm_faults(spec)]
     config, of_model = model_faults(spec, capabilities)

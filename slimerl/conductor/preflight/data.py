@@ -11,6 +11,7 @@ from slimerl.rollout.prompts import scan_file, scan_prompts
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.samples.rows import DataError, shown_faults
 from slimerl.spec import RunSpec
+from slimerl.training.sft_rows import load_tokenizer, read_samples
 
 
 def data_faults(spec: RunSpec, config: Mapping[str, Any] | None) -> list[str]:
@@ -37,16 +38,20 @@ def _file_faults(key: str, path: Path, spec: RunSpec, tokenizer: PromptTokenizer
         return [f"{key}: {path} {what}; name a JSONL file (a relative path starts at {Path.cwd()})"]
     rows, faults = scan_file(path, "answer" if spec.uses_engines else "response")
     if tokenizer is not None:
-        faults += scan_prompts(rows, tokenizer.encode, spec.data.max_prompt_tokens, str(path))[1]
+        try:
+            faults += scan_prompts(rows, tokenizer.encode, spec.data.max_prompt_tokens, str(path))[1]
+        except DataError as error:
+            faults.append(f"{path}: {error}")
     return shown_faults(faults)
 
 
 def _response_faults(spec: RunSpec, longest: int) -> Iterator[str]:
     """What the trainer alone looks at: prompt and response together must fit into the model."""
-    # its import takes seconds, and only supervised fine-tuning needs it
-    from slimerl.training.sft_data import load_tokenizer, read_samples
-
-    tokenizer = load_tokenizer(spec.model.path, spec.data)
+    try:
+        tokenizer = load_tokenizer(spec.model.path, spec.data)
+    except DataError as error:
+        yield f"model.path: {error}"
+        return
     for path in (spec.data.train_path, spec.data.eval_path):
         if path is not None:
             try:

@@ -19,7 +19,10 @@ from slimerl.training.memory_estimate import GIB, checkpoint_bytes, export_bytes
 def disk_faults(spec: RunSpec, config: Mapping[str, Any] | None) -> Iterator[str]:
     """Without a `config` the room for the model is not known, and only that for the run's record is asked for."""
     directories = {"output_dir": spec.run_dir, "training.export_path": spec.export_dir}
+    # the export replaces what is there: it is written beside it
+    written = directories | {"training.export_path": _beside(spec.export_dir)}
     unusable = [*_unwritable(directories), *_lost_by_export(spec)]
+    unusable = unusable or list(_unwritable(written))
     yield from unusable
     if not unusable:
         yield from _too_full(directories, written_bytes(spec, config))
@@ -49,6 +52,11 @@ def _size(directory: Path) -> int:
 def _existing(directory: Path) -> Path:
     """The directory, or the nearest one above it that is there."""
     return next(path for path in (directory, *directory.absolute().parents) if path.exists())
+
+
+def _beside(directory: Path) -> Path:
+    """Where the export is written until it is complete: beside where a link leads."""
+    return directory.resolve().parent
 
 
 def _unwritable(directories: Mapping[str, Path]) -> Iterator[str]:
@@ -108,5 +116,7 @@ def _lost_by_export(spec: RunSpec) -> Iterator[str]:
                 f"(the model goes to {spec.run_dir / 'model'}) or set it to a directory of its own"
             )
             return
-    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
+    if target.is_mount():
+        yield f"{key}: {target} is where a disk is mounted and cannot be replaced; set {key} to a directory in it"
+    elif target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
         yield f"{key}: {target} exists and is no checkpoint; set {key} to a directory of its own"

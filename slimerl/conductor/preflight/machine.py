@@ -15,12 +15,12 @@ from slimerl.conductor.estimate import RunEstimate, estimate
 from slimerl.conductor.preflight.disk import free_bytes
 from slimerl.conductor.reach import lasting_faults
 from slimerl.conductor.versions import ENGINE_PINS, TRAINER_PINS, version_fault
+from slimerl.engine.local_resources import NoAddress, own_address
 from slimerl.spec import RunSpec
 from slimerl.training.capabilities import Capabilities
 from slimerl.training.engine_layout import engine_config
 from slimerl.training.memory_estimate import GIB, SERVER_RUNTIME_BYTES, EngineMemory
 
-HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -177,12 +177,19 @@ def _shared_memory_faults(needed: RunEstimate) -> Iterator[str]:
 
 def _port_faults(spec: RunSpec) -> Iterator[str]:
     port = spec.rollout.port
-    if port == 0 or not spec.uses_engines:
+    if not spec.uses_engines:
+        return
+    try:
+        host = own_address(spec.cluster.network)
+    except NoAddress as error:
+        yield f"cluster.network = {spec.cluster.network}: {error}"
+        return
+    if port == 0:
         return
     with socket.socket() as probe:
         # as the control service binds it: a port in TIME_WAIT is free
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
         except OSError as error:
-            yield f"rollout.port = {port}: {error.strerror} on {HOST}; set another, or 0 for a free one"
+            yield f"rollout.port = {port}: {error.strerror} on {host}; set another, or 0 for a free one"

@@ -33,7 +33,8 @@ def model_faults(spec: RunSpec, capabilities: Capabilities) -> tuple[Config | No
     try:
         config = read_config(spec.model.path)
         arguments = model_arguments(config)
-        family_of(config)
+        # what the file says of the model itself, once, before every layout of it would say it again
+        family_of(config).logical_tensors(config)
     except (ConfigError, UnsupportedModel) as error:
         return None, [f"model.path: {spec.model.path}: {error}"]
     # the tables have the last word, where nothing is wrong already
@@ -251,10 +252,41 @@ ENGINE_ARGUMENTS = {
 """Arguments of the engine that the spec decides → the key."""
 
 
+OWN_ARGUMENTS = {
+    "--host": "where the engine listens (cluster.network)",
+    "--port": "where the engine listens",
+    "--api-key": "the engine's keys",
+    "--admin-api-key": "the engine's keys",
+    "--custom-weight-loader": "how the engine takes weights",
+    "--weight-version": "how the engine takes weights",
+    "--skip-server-warmup": "how the engine starts",
+    "--tokenizer-path": "the engine's tokenizer (model.path)",
+    "--skip-tokenizer-init": "the engine's tokenizer (model.path)",
+    "--device": "the engine's device",
+    "--nnodes": "the engine's machines (cluster.gpus_per_node)",
+    "--node-rank": "the engine's machines (cluster.gpus_per_node)",
+    "--dist-init-addr": "the engine's machines (cluster.gpus_per_node)",
+    "--nccl-init-addr": "the engine's machines (cluster.gpus_per_node)",
+    "--config": "all arguments of the engine",
+    "--help": "all arguments of the engine",
+    "--version": "all arguments of the engine",
+}
+"""Arguments of the engine that the launcher sets by itself, or that keep it from setting any → what it sets with them.
+What it only prefers, such as an attention backend, may be set otherwise."""
+
+
 def _contradicting_arguments(spec: RunSpec) -> Iterator[str]:
-    """Arguments of the engine that may say otherwise than the spec or `config.json`."""
+    """Arguments of the engine that may say otherwise than the spec, the launcher or `config.json`, or that are none."""
+    if spec.engine.extra_args and not spec.engine.extra_args[0].startswith("--"):
+        yield f"engine.extra_args: {spec.engine.extra_args[0]!r} is no option; begin with one, as in [--name, value]"
     for argument in spec.engine.extra_args:
         name = argument.partition("=")[0]
+        if not argument.strip():
+            yield f"engine.extra_args: {argument!r} is no argument; remove it"
+        owned = [what for flag, what in OWN_ARGUMENTS.items() if len(name) > len("--") and flag.startswith(name)]
+        if owned:
+            yield f"engine.extra_args: {name} would change {owned[0]}, which slimerl sets by itself; remove it"
+            continue
         # argparse takes the beginning of a name for the name
         meant = [key for flag, key in ENGINE_ARGUMENTS.items() if len(name) > len("--") and flag.startswith(name)]
         if meant:

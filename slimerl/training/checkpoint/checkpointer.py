@@ -26,32 +26,10 @@ logger = logging.getLogger(__name__)
 
 SOURCE_FILE = "source.msgpack"
 """What the source of samples has to know to go on."""
-_OPTIMIZER_MAY_CHANGE = {"clip_grad_norm"}
-"""Read from the spec at every update. All else comes from the checkpoint with Adam's state or is a part of the
-schedule: a changed value would be ignored."""
 
 
 def checkpoint_root(spec: RunSpec) -> Path:
     return spec.run_dir / directory.CHECKPOINTS_DIR
-
-
-def identity(spec: RunSpec) -> dict[str, Any]:
-    """Keys of the spec without which a run that goes on would be another one.
-
-    To be asked for once, when a run starts: later the files may be others than those that it reads.
-    """
-    optimizer = spec.training.optimizer.model_dump(exclude=_OPTIMIZER_MAY_CHANGE)
-    return {
-        "seed": spec.seed,
-        "model.dtype": spec.model.dtype,
-        directory.CONFIG_IDENTITY: directory.entry_of(spec.model.path / "config.json").digest,
-        "algorithm.name": spec.algorithm.name,
-        "training.prompts_per_step": spec.training.prompts_per_step,
-        "training.minibatches_per_step": spec.training.minibatches_per_step,
-        "rollout.samples_per_prompt": spec.rollout.samples_per_prompt if spec.uses_engines else 1,
-        "digest of data.train_path": directory.entry_of(spec.data.train_path).digest,
-        **{f"training.optimizer.{key}": value for key, value in optimizer.items()},
-    }
 
 
 @dataclass

@@ -18,6 +18,7 @@ from slimerl.training.checkpoint import directory
 from slimerl.training.checkpoint.checkpointer import SOURCE_FILE, checkpoint_root, ranks_agree_on
 from slimerl.training.checkpoint.content import ResumeError, TrainedState
 from slimerl.training.checkpoint.directory import Damaged, Manifest
+from slimerl.training.checkpoint.identity import changes
 from slimerl.training.parallel import Grid
 
 logger = logging.getLogger(__name__)
@@ -115,10 +116,8 @@ def _manifest(path: Path) -> tuple[Manifest | None, str]:
 
 
 def _check_identity(found: Resumed, now: Mapping[str, Any]) -> None:
-    then = found.manifest.identity
-    changed = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
-    if changed:
+    if changed := changes(found.manifest.identity, now):
         raise ResumeError(
             f"{found.directory} is of another run: {'; '.join(changed)}. Set it back, start anew with --fresh, or set "
-            "output_dir=…"
+            "output_dir=… (with model.megatron_path this checkpoint, to start from its weights)"
         )
