@@ -115,13 +115,19 @@ def _files_by_name(directory: Path) -> dict[str, str]:
     try:
         file_of = json.loads(index.read_text())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"cannot read {index}: {error}") from error
-    held: set[str] = set()
+        raise CheckpointError(f"cannot read {index}: {type(error).__name__}: {error}") from error
+    if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
+        raise CheckpointError(f"{index}: weight_map maps no names of tensors to names of files; fetch the index again")
+    held: dict[str, set[str]] = {}
     for file in sorted(set(file_of.values())):
         with _open_file(directory / file) as handle:
-            held.update(handle.keys())
-    if held != file_of.keys():
-        raise CheckpointError(f"{index} and its files disagree about {some_names(held ^ file_of.keys())}")
+            held[file] = set(handle.keys())
+    if differing := set().union(*held.values()) ^ file_of.keys():
+        raise CheckpointError(f"{index} and its files disagree about {some_names(differing)}")
+    for name, file in file_of.items():
+        if name not in held[file]:
+            at = next(other for other, names in held.items() if name in names)
+            raise CheckpointError(f"{index} has {name} in {file}, but it is in {at}; fetch the index again")
     return file_of
 
 
