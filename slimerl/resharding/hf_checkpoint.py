@@ -239,10 +239,15 @@ def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def is_companion(path: Path) -> bool:
+    """Whether a file of a checkpoint's directory is one of configuration or tokenizer."""
+    return path.is_file() and path.suffix in _COPIED and not path.name.endswith(".index.json")
+
+
 def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
     """Configuration and tokenizer files; `config.json` gets the dtype."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in _COPIED and not path.name.endswith(".index.json"):
+        if is_companion(path):
             shutil.copyfile(path, target / path.name)
     config = read_config(target)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
