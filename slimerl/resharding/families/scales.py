@@ -49,8 +49,8 @@ class BlockScales:
         if not isinstance(stated, Mapping):
             raise ConfigError(f"config.json: quantization_config = {stated!r} is no object; {_SERVE_ANOTHER}")
         size = stated.get("weight_block_size")
-        square = isinstance(size, list) and len(size) == 2 and size[0] == size[1]
-        if stated.get("quant_method") != "fp8" or not square or not type(size[0]) is type(size[1]) is int:
+        square = isinstance(size, list) and len(size) == 2 and type(size[0]) is int and size[0] == size[1]
+        if stated.get("quant_method") != "fp8" or not isinstance(size, list) or not square:
             raise ConfigError(
                 f"config.json: quantization_config = {dict(stated)!r} is not FP8 in square blocks; {_SERVE_ANOTHER}"
             )
