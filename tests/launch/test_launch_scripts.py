@@ -16,9 +16,8 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 
 SRUN = r"""#!/bin/bash
-# Runs a task on this machine, as the only one. In the name of a file SLURM fills in %u, and %% is a %.
-filled() { sed 's/%u/user/g; s/%user/%u/g; s/%%/%/g' <<<"$1"; }
-while [[ $1 == --* ]]; do [[ $1 == --output=* ]] && exec >>"$(filled "${1#--output=}")" 2>&1; shift; done
+# Runs a task on this machine, as the only one.
+while [[ $1 == --* ]]; do [[ $1 == --output=* ]] && exec >>"${1#--output=}" 2>&1; shift; done
 SLURM_PROCID=0 exec "$@"
 """
 SCONTROL = r"""#!/bin/bash
@@ -134,7 +133,7 @@ def test_a_job_that_is_asked_to_stop_is_queued_again_and_finishes_then(stand_ins
     (stand_ins / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = {
         "name": "job",
-        "output_dir": str(stand_ins / "run-50%u"),
+        "output_dir": str(stand_ins / "run"),
         "model": {"path": str(make_tiny_model("qwen3", stand_ins / "model"))},
         "data": {"train_path": str(stand_ins / "rows.jsonl")},
         "algorithm": {"name": "sft"},
@@ -153,13 +152,13 @@ def test_a_job_that_is_asked_to_stop_is_queued_again_and_finishes_then(stand_ins
     )
     frozen = prepared.stdout.strip()
     done = bash(asked, ROOT, frozen, **job)
-    log = (stand_ins / "run-50%u/logs/trainer.log").read_text()
+    log = (stand_ins / "run/logs/trainer.log").read_text()
     assert done.returncode == 0, done.stderr + log
     assert (stand_ins / "requeued").read_text() == "17\n"
-    assert [path.name for path in (stand_ins / "run-50%u/checkpoints").iterdir()] == ["step-1"]
+    assert [path.name for path in (stand_ins / "run/checkpoints").iterdir()] == ["step-1"]
     done = bash(LAUNCH / "slurm/run.sbatch", ROOT, frozen, **job, SLURM_RESTART_COUNT="1")
-    assert done.returncode == 0, done.stderr + (stand_ins / "run-50%u/logs/trainer.log").read_text()
+    assert done.returncode == 0, done.stderr + (stand_ins / "run/logs/trainer.log").read_text()
     assert (stand_ins / "requeued").read_text() == "17\n"
-    assert (stand_ins / "run-50%u/model/config.json").exists()
-    steps = [json.loads(line)["step"] for line in (stand_ins / "run-50%u/metrics.jsonl").read_text().splitlines()]
+    assert (stand_ins / "run/model/config.json").exists()
+    steps = [json.loads(line)["step"] for line in (stand_ins / "run/metrics.jsonl").read_text().splitlines()]
     assert steps[-2:] == [1, 2]
