@@ -54,7 +54,7 @@ def main(
         typer.Option(help="the Hugging Face checkpoint of the same model, where the source is a trainer's step-N"),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="threads that read, write and verify")] = 2,
-    shard_gib: Annotated[float, typer.Option(min=0.001, help="size of the target's files")] = 4.0,
+    shard_gib: Annotated[float, typer.Option(min=0.001, max=1e6, help="size of the target's files")] = 4.0,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace an existing checkpoint, once all is done")
     ] = False,

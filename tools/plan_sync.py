@@ -10,6 +10,7 @@ models/NAME.json beside the spec, as for `slimerl check --plan-only`), the secon
 """
 
 import json
+import os
 import time
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,17 +23,20 @@ from rich.console import Console
 from rich.table import Table
 
 from slimerl.conductor.plan_only import published_configs, sync_shape
+from slimerl.resharding.coverage import CoverageError
+from slimerl.resharding.families import ConfigError
 from slimerl.resharding.families.family import Form
 from slimerl.resharding.families.scales import BlockScales
-from slimerl.resharding.layouts import EngineLayout, MegatronLayout
+from slimerl.resharding.layouts import EngineLayout, LayoutError, MegatronLayout, ModuleNames
 from slimerl.resharding.planner import Plan, SyncShape, Topology, make_plan
 from slimerl.simulation.network_sync import Conditions, SyncTime, simulate_sync
-from slimerl.spec import load_spec
+from slimerl.spec import SpecError, load_spec
 from slimerl.training.capabilities import detect
 from slimerl.training.engine_layout import engine_config
-from slimerl.training.model_config import read_config
+from slimerl.training.model_config import UnsupportedModel, read_config
 
 console = Console()
+errors = Console(stderr=True)
 
 
 def parsed(text: str, kind: type) -> dict[str, Any]:
@@ -43,13 +47,46 @@ def parsed(text: str, kind: type) -> dict[str, Any]:
         key, _, value = pair.partition("=")
         if key not in allowed:
             raise typer.BadParameter(f"{key!r} is no key of {kind.__name__}; it has {', '.join(sorted(allowed))}")
-        if value in ("true", "false"):
-            found[key] = value == "true"
-        elif key == "stage_layers":
-            found[key] = tuple(tuple(map(int, chunk.split("/"))) for chunk in value.split("|"))
-        else:
-            found[key] = int(value)
+        try:
+            found[key] = _value(key, value, kind)
+        except (ValueError, KeyError):
+            raise typer.BadParameter(
+                f"{key}={value}: {_FORMS.get(key, 'it is a whole number, true or false')}"
+            ) from None
     return found
+
+
+_FORMS = {
+    "stage_layers": "it is the layers of each stage, with / between stages and | between chunks: 3/2|2/1",
+    "names": f"it is one of {', '.join(ModuleNames)}",
+    "expert_map": "a map of experts cannot be given here",
+}
+
+
+def _value(key: str, text: str, kind: type) -> Any:
+    """Raises ValueError or KeyError."""
+    if key == "stage_layers":
+        return tuple(tuple(map(int, chunk.split("/"))) for chunk in text.split("|"))
+    if key == "names":
+        return ModuleNames(text)
+    switch = isinstance(next(field.default for field in fields(kind) if field.name == key), bool)
+    return {"true": True, "false": False}[text] if switch else int(text)
+
+
+def shape_from_config(
+    path: Path, trainer: str, engine: str, replicas: int, prediction: bool, gpus_per_node: int, nic: float
+) -> SyncShape:
+    """What a config.json and options say. Raises ConfigError or LayoutError."""
+    train = MegatronLayout(**parsed(trainer, MegatronLayout))
+    server = EngineLayout(**parsed(engine, EngineLayout))
+    topology = Topology(train.world_size, server.world_size, replicas, gpus_per_node, nic)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds {type(config).__name__}, not an object")
+    return SyncShape(config, train, server, topology, form=Form(prediction, BlockScales.of(config)))
 
 
 def shape_from_spec(path: Path, gpus_per_node: int | None, nic: float) -> SyncShape:
@@ -141,28 +178,34 @@ def main(
     target: Annotated[Path, typer.Argument(metavar="SPEC", help="Run spec (YAML), or a model's config.json.")],
     trainer: Annotated[str, typer.Option(help="With a config.json: sizes of the trainer.")] = "",
     engine: Annotated[str, typer.Option(help="With a config.json: sizes of one engine.")] = "",
-    replicas: Annotated[int, typer.Option(help="With a config.json: engines.")] = 1,
+    replicas: Annotated[int | None, typer.Option(min=1, help="With a config.json: engines; default 1.")] = None,
     prediction: Annotated[bool, typer.Option(help="With a config.json: send the prediction layer too.")] = False,
-    gpus_per_node: Annotated[int | None, typer.Option(help="Default: the spec's, with a config.json 8.")] = None,
-    nic_gb_s: Annotated[float, typer.Option(help="Speed of a NIC, one per GPU, each way.")] = 50.0,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Default: the spec's, with a config.json 8.")] = None,
+    nic_gb_s: Annotated[float, typer.Option(min=0.001, max=1e6, help="Speed of a NIC, one per GPU, each way.")] = 50.0,
     picture_path: Annotated[Path | None, typer.Option("--picture", help="Write an SVG of every NIC's bytes.")] = None,
 ) -> None:
     """Print the plan of a sync: bytes per sender and receiver, operations, bound, expected time."""
-    if target.suffix == ".json":
-        config = json.loads(target.read_text())
-        train = MegatronLayout(**parsed(trainer, MegatronLayout))
-        server = EngineLayout(**parsed(engine, EngineLayout))
-        topology = Topology(train.world_size, server.world_size, replicas, gpus_per_node or 8, nic_gb_s * 1e9)
-        shape = SyncShape(config, train, server, topology, form=Form(prediction, BlockScales.of(config)))
-    else:
-        shape = shape_from_spec(target, gpus_per_node, nic_gb_s * 1e9)
-    start = time.perf_counter()
-    plan = make_plan(shape)
-    plan_s = time.perf_counter() - start
-    console.print(describe(plan, plan_s, simulate_sync(plan), simulate_sync(plan, Conditions(jitter=0.04))))
-    if picture_path is not None:
-        picture_path.write_text(picture(plan))
-        console.print(f"picture: {picture_path}")
+    of_config = {"--trainer": trainer, "--engine": engine, "--replicas": replicas, "--prediction": prediction}
+    if target.suffix != ".json" and (given := [option for option, value in of_config.items() if value]):
+        raise typer.BadParameter(f"{', '.join(given)}: with a run spec its own sizes count; set them in {target}")
+    if picture_path is not None and (picture_path.is_dir() or not os.access(picture_path.parent, os.W_OK)):
+        raise typer.BadParameter(f"--picture {picture_path}: no file can be written there; make its directory first")
+    nic = nic_gb_s * 1e9
+    try:
+        if target.suffix == ".json":
+            shape = shape_from_config(target, trainer, engine, replicas or 1, prediction, gpus_per_node or 8, nic)
+        else:
+            shape = shape_from_spec(target, gpus_per_node, nic)
+        start = time.perf_counter()
+        plan = make_plan(shape)
+        plan_s = time.perf_counter() - start
+        console.print(describe(plan, plan_s, simulate_sync(plan), simulate_sync(plan, Conditions(jitter=0.04))))
+        if picture_path is not None:
+            picture_path.write_text(picture(plan))
+            console.print(f"picture: {picture_path}")
+    except (ConfigError, CoverageError, LayoutError, OSError, SpecError, UnsupportedModel) as error:
+        errors.print(f"not planned: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ engine_nodes=$(get engine_nodes)
 frozen=$("$slimerl" prepare --cluster "${prepare[@]}" "${spec[@]}")
 run_dir=$(dirname "$frozen")
 each+=("${options[@]}")
-job=(--job-name="$name" --output="$run_dir/slurm-%j.out" --nodes="$trainer_nodes" "${each[@]}")
+# SLURM fills in %j, and would what a % of the directory begins
+job=(--job-name="$name" --output="${run_dir//%/%%}/slurm-%j.out" --nodes="$trainer_nodes" "${each[@]}")
 if ((engine_nodes > 0)); then
     job+=(: --nodes="$engine_nodes" "${each[@]}")
 fi

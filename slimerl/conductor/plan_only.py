@@ -27,11 +27,11 @@ from slimerl.resharding.coverage import CoverageError
 from slimerl.resharding.families import ConfigError
 from slimerl.resharding.families.scales import BlockCutError
 from slimerl.resharding.layouts import LayoutError
-from slimerl.resharding.planner import SyncShape, Topology, make_plan
+from slimerl.resharding.planner import MOST_GPUS, SyncShape, make_plan
 from slimerl.resharding.planner.bounds import colocated_ingress_bound
 from slimerl.spec import RunSpec
 from slimerl.training.capabilities import Capabilities
-from slimerl.training.engine_layout import engine_form, engine_layout
+from slimerl.training.engine_layout import engine_form, engine_layout, sync_topology
 from slimerl.training.memory_estimate import GIB
 from slimerl.training.model_config import UnsupportedModel, model_arguments
 from slimerl.training.trainer_layout import trainer_layout
@@ -57,6 +57,8 @@ def planned_table(spec: RunSpec, directory: Path) -> Table:
     """
     try:
         config, served = published_configs(spec, directory)
+        if faults := list(_scale_faults(spec)):
+            raise PlanFaults("\n".join(faults))
         arguments = model_arguments(config)
         faults = [*size_faults(spec, config), *_engine_faults(spec, config, served, arguments.max_sequence_tokens)]
         if faults:
@@ -102,6 +104,18 @@ def _published(key: str, path: Path, directory: Path) -> Config:
         ) from None
 
 
+def _scale_faults(spec: RunSpec) -> Iterator[str]:
+    """Of sizes that would take hours and all memory to look at."""
+    sides = {
+        "training.parallel (tensor * context * pipeline * data)": spec.training.parallel.world_size,
+        "engine.replicas * engine.tensor_parallel": spec.engine_gpus,
+        "cluster.gpus_per_node": spec.cluster.gpus_per_node,
+    }
+    for key, gpus in sides.items():
+        if gpus > MOST_GPUS:
+            yield f"{key} = {gpus} GPUs: a weight sync is planned for up to {MOST_GPUS}; lower it"
+
+
 def _engine_faults(spec: RunSpec, config: Config, served: Config, model_tokens: int) -> Iterator[str]:
     if not spec.uses_engines:
         return
@@ -121,8 +135,7 @@ def _engine_faults(spec: RunSpec, config: Config, served: Config, model_tokens: 
 def sync_shape(spec: RunSpec, config: Config, served: Config, capabilities: Capabilities = GPUS) -> SyncShape:
     """What the planner wants to know of the run. Raises LayoutError."""
     train, engine = trainer_layout(config, spec.training.parallel, capabilities), engine_layout(spec.engine)
-    gpus_per_node = spec.cluster.gpus_per_node
-    topology = Topology(train.world_size, engine.world_size, spec.engine.replicas, gpus_per_node)
+    topology = sync_topology(train.world_size, engine, spec.engine.replicas, spec.cluster.gpus_per_node)
     return SyncShape(served, train, engine, topology, DTYPES[spec.model.dtype], engine_form(served))
 
 

@@ -34,7 +34,7 @@ from slimerl.conversion.workplace import JOURNAL, Workplace, combined_digest
 from slimerl.resharding.coverage import some_names
 from slimerl.resharding.families import family_of
 from slimerl.resharding.hf_checkpoint import INDEX as HF_INDEX
-from slimerl.resharding.hf_checkpoint import SINGLE, CheckpointError, copy_companions, read_config
+from slimerl.resharding.hf_checkpoint import SINGLE, CheckpointError, copy_companions, is_companion, read_config
 from slimerl.training.checkpoint import directory as manifests
 from slimerl.training.checkpoint.directory import COMPANIONS, Manifest, entry_of, write_manifest
 
@@ -114,7 +114,7 @@ def convert(source: Path, target: Path, options: Options = Options()) -> Report:
         opened.enter_context(place)
         files = plan.target.files
         kept = len(place.done)
-        _check_space(place, sum(file.nbytes for file in files if file.name not in place.done))
+        _check_space(place, _bytes_to_write(plan, place))
         total = sum(plan.source.tensors[name].nbytes for file in files for name in file.tensors)
         for stage in ("converted", "verified"):
             options.started(stage, total)
@@ -123,11 +123,12 @@ def convert(source: Path, target: Path, options: Options = Options()) -> Report:
             digests = _digests(plan, place)
             _finish(plan, place, digests)
             place.complete()
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{_stays(place, 'the next call uses or replaces it')}") from error
         except OSError as error:
             free = shutil.disk_usage(target.parent).free
             raise OSError(
-                f"{target} cannot be written: {error}; {free} bytes are free there. What is done stays in "
-                f"{place.directory}: make room, and the same call goes on from it"
+                f"{target} cannot be written: {error}; {free} bytes are free there{_stays(place, _MAKE_ROOM)}"
             ) from error
     seconds = time.monotonic() - begun
     return Report(len(digests), total, len(files), kept, seconds, combined_digest(digests))
@@ -157,10 +158,36 @@ def _plan_digest(source: Path, options: Options) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
 
 
+_BESIDE_TENSOR = 512
+"""Bytes that a tensor takes in indexes, records of digests and the journal, at most; of DeepSeek-V3 they are 400."""
+_SMALL_FILES = 8
+"""The indexes and records themselves, and directories."""
+_DISK_BLOCK = 4096
+
+
+def _bytes_to_write(plan: _Plan, place: Workplace) -> int:
+    """Of the files of tensors that are not there yet, and of all that makes them a checkpoint."""
+    files = [file.nbytes for file in plan.target.files if file.name not in place.done]
+    companions = [path.stat().st_size for path in plan.companions.iterdir() if is_companion(path)]
+    blocks = len(files) + len(companions) + _SMALL_FILES
+    return sum(files) + sum(companions) + _BESIDE_TENSOR * len(plan.source.tensors) + _DISK_BLOCK * blocks
+
+
 def _check_space(place: Workplace, needed: int) -> None:
     free = shutil.disk_usage(place.directory).free
     if needed > free:
-        raise OSError(f"{needed} bytes are to be written to {place.target.parent}, and {free} are free there")
+        raise OSError(
+            f"{needed} bytes are to be written to {place.target.parent}, and {free} are free there"
+            f"{_stays(place, _MAKE_ROOM)}"
+        )
+
+
+_MAKE_ROOM = "make room, and the same call goes on from it"
+
+
+def _stays(place: Workplace, then: str) -> str:
+    """The end of a message; a directory in which nothing was finished goes."""
+    return f". What is done stays in {place.directory}: {then}" if place.done else ""
 
 
 def _to_megatron(source: Path, workplace: Path, options: Options, opened: ExitStack) -> _Plan:

@@ -34,9 +34,6 @@ class Source(Protocol):
     def tensors(self) -> Mapping[str, Stored]:
         """By Hugging Face name."""
 
-    def rows_at_once(self, name: str) -> int:
-        """Reads begin at multiples of this many rows."""
-
     def read(self, name: str, first: int, last: int, out: Bytes) -> None:
         """Rows `first` to `last`, row-major, into `out`. Raises CheckpointError."""
 
@@ -104,9 +101,6 @@ class HfSource:
             if self.tensors[name] != self.tensors[of]:
                 raise CheckpointError(f"{directory}: {name} should repeat {of}, but has another shape or dtype")
 
-    def rows_at_once(self, name: str) -> int:
-        return self._scales.block if self._scales is not None and self._is_quantised(name) else 1
-
     def read(self, name: str, first: int, last: int, out: Bytes) -> None:
         if not self._is_quantised(name):
             self._files.read(name, first, last, out)
@@ -115,11 +109,11 @@ class HfSource:
         block, columns = self._scales.block, self.tensors[name].shape[1]
         data = np.empty((last - first, columns), np.uint8)
         self._files.read(name, first, last, data.reshape(-1))
-        of_blocks = np.empty((self._scales.blocks(last - first), self._scales.blocks(columns)), np.float32)
-        top = first // block
-        self._files.read(scale_name(name), top, top + len(of_blocks), of_blocks.reshape(-1).view(np.uint8))
+        top, below = first // block, self._scales.blocks(last)
+        of_blocks = np.empty((below - top, self._scales.blocks(columns)), np.float32)
+        self._files.read(scale_name(name), top, below, of_blocks.reshape(-1).view(np.uint8))
         quantised = Quantised(torch.from_numpy(data).view(torch.float8_e4m3fn), torch.from_numpy(of_blocks))
-        plain = dequantise(quantised, self._scales, self.tensors[name].dtype)
+        plain = dequantise(quantised, self._scales, self.tensors[name].dtype, first % block)
         out[:] = plain.view(torch.uint8).numpy().reshape(-1)
 
     def close(self) -> None:
@@ -189,9 +183,6 @@ class DistSource:
             name: Stored(tensor.shape, self._found[self.blueprint.holder[name].key].dtype)
             for name, tensor in self.blueprint.tensors.items()
         }
-
-    def rows_at_once(self, name: str) -> int:
-        return 1
 
     def read(self, name: str, first: int, last: int, out: Bytes) -> None:
         row_bytes = self.tensors[name].row_bytes
@@ -313,10 +304,6 @@ class Combined:
     def __init__(self, origins: Mapping[str, tuple[Source, str]]) -> None:
         self._origins = origins
         self.tensors = {name: source.tensors[own] for name, (source, own) in origins.items()}
-
-    def rows_at_once(self, name: str) -> int:
-        source, own = self._origins[name]
-        return source.rows_at_once(own)
 
     def read(self, name: str, first: int, last: int, out: Bytes) -> None:
         source, own = self._origins[name]

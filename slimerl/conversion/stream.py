@@ -29,8 +29,6 @@ BAND_BYTES = 2 * 2**20
 """Read, hashed and written at once: it stays in a CPU's cache."""
 TASK_BYTES = 16 * 2**20
 FILES_AT_ONCE = 2
-ROWS_AT_LEAST = 256
-"""Of a tensor; a multiple of the blocks of FP8 checkpoints."""
 
 Progress = Callable[[str, int], None]
 """Told of bytes that were "converted" or "verified"."""
@@ -169,8 +167,8 @@ class Stream:
         return Entry(at, whole.hexdigest())
 
     def _buffer(self, row_bytes: int) -> Bytes:
-        """Of this thread, for at least `ROWS_AT_LEAST` rows."""
-        wanted = max(BAND_BYTES, row_bytes * ROWS_AT_LEAST)
+        """Of this thread, for at least a row."""
+        wanted = max(BAND_BYTES, row_bytes)
         kept = getattr(self._buffers, "bytes", None)
         if kept is None or len(kept) < wanted:
             kept = self._buffers.bytes = np.empty(wanted, np.uint8)
@@ -178,10 +176,11 @@ class Stream:
 
 
 def digest_of(source: Source, name: str, buffer: Bytes, then: Callable[[int, Bytes], None] = lambda _, __: None) -> str:
-    """XXH3 of a tensor's bytes, read through `buffer`; `then` gets (first row, bytes) of each band."""
-    stored, multiple = source.tensors[name], source.rows_at_once(name)
+    """XXH3 of a tensor's bytes, read through `buffer`, which holds a row at least; `then` gets (first row, bytes) of
+    each band."""
+    stored = source.tensors[name]
     digest = xxhash.xxh3_128()
-    height = max(1, len(buffer) // max(1, stored.row_bytes) // multiple) * multiple
+    height = max(1, len(buffer) // max(1, stored.row_bytes))
     for first in range(0, stored.rows, height):
         last = min(first + height, stored.rows)
         band = buffer[: (last - first) * stored.row_bytes]

@@ -5,6 +5,7 @@ Invariants: the same tensors and sizes give the same files, so that a conversion
 makes a directory loadable (an index, `config.json`) is written when all files are done.
 """
 
+import io
 import json
 import os
 import pickle
@@ -218,7 +219,10 @@ class DistTarget:
 
     def finish(self) -> None:
         (self._directory / INDEX).write_bytes(pickle.dumps(self._index()))
-        torch.save({}, self._directory / "common.pt")
+        # into memory first: of a full disk torch would tell in an error of its own, and not which file
+        common = io.BytesIO()
+        torch.save({}, common)
+        (self._directory / "common.pt").write_bytes(common.getvalue())
         (self._directory / "metadata.json").write_text(json.dumps(FORMAT) + "\n")
 
     def close(self) -> None:

@@ -46,7 +46,8 @@ class Workplace:
         self._lock = -1
 
     def __enter__(self) -> "Workplace":
-        """Raises CheckpointError where another process works on the same target."""
+        """Raises CheckpointError where another process works on the same target, OSError where nothing can be
+        written."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.directory, os.O_RDONLY)
         try:
@@ -55,13 +56,20 @@ class Workplace:
             os.close(self._lock)
             raise CheckpointError(f"another process converts to {self.target} now; wait for it or end it") from None
         self.done = self._read_journal()
-        if not self.done:
-            for path in self.directory.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            self._append(_Head(self._plan))
+        try:
+            if not self.done:
+                for path in self.directory.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                self._append(_Head(self._plan))
+        except OSError as error:
+            self.__exit__(OSError)
+            raise OSError(f"{self.directory} cannot be written: {error}") from error
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # a refusal before the first finished file leaves nothing to go on from
+        if kind is not None and not self.done:
+            shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._lock)
 
     def record(self, done: Done) -> None:

@@ -116,17 +116,20 @@ def _files_by_name(directory: Path) -> dict[str, str]:
             return dict.fromkeys(handle.keys(), SINGLE)
     try:
         file_of = json.loads(index.read_text())["weight_map"]
-        names = set(file_of.values())
-        if not all(isinstance(file, str) for file in names):
-            raise TypeError("weight_map names files by their names")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {index}: {error}") from error
-    held: set[str] = set()
-    for file in sorted(names):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {index}: {type(error).__name__}: {error}") from error
+    if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
+        raise CheckpointError(f"{index}: weight_map maps no names of tensors to names of files; fetch the index again")
+    held: dict[str, set[str]] = {}
+    for file in sorted(set(file_of.values())):
         with _open_file(directory / file) as handle:
-            held.update(handle.keys())
-    if held != file_of.keys():
-        raise CheckpointError(f"{index} and its files disagree about {some_names(held ^ file_of.keys())}")
+            held[file] = set(handle.keys())
+    if differing := set().union(*held.values()) ^ file_of.keys():
+        raise CheckpointError(f"{index} and its files disagree about {some_names(differing)}")
+    for name, file in file_of.items():
+        if name not in held[file]:
+            at = next(other for other, names in held.items() if name in names)
+            raise CheckpointError(f"{index} has {name} in {file}, but it is in {at}; fetch the index again")
     return file_of
 
 
@@ -239,10 +242,15 @@ def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def is_companion(path: Path) -> bool:
+    """Whether a file of a checkpoint's directory is one of configuration or tokenizer."""
+    return path.is_file() and path.suffix in _COPIED and not path.name.endswith(".index.json")
+
+
 def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
     """Configuration and tokenizer files; `config.json` gets the dtype."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in _COPIED and not path.name.endswith(".index.json"):
+        if is_companion(path):
             shutil.copyfile(path, target / path.name)
     config = read_config(target)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -91,6 +91,13 @@ def divide(whole: int, parts: int, what: str) -> int:
     return whole // parts
 
 
+def check_sizes(of: object, *no_sizes: str) -> None:
+    """Raises LayoutError where integer attributes are below 1, but for `no_sizes`."""
+    sizes = {name: value for name, value in vars(of).items() if type(value) is int and name not in no_sizes}
+    if wrong := [f"{name} = {value}" for name, value in sizes.items() if value < 1]:
+        raise LayoutError(f"{', '.join(wrong)} must be at least 1")
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -142,6 +149,7 @@ class MegatronLayout:
     rank holds them whole (Transformer Engine, and this package's portable specification)."""
 
     def __post_init__(self) -> None:
+        check_sizes(self, "prediction_stage")
         grid = self.world_size // self.pipeline
         divide(grid, self.expert_tensor_size * self.expert, "ranks of a stage over expert_tensor * expert")
         if self.virtual > 1 and self.pipeline == 1:
@@ -305,6 +313,7 @@ class EngineLayout:
     """Unquantised experts of the flashinfer_cutlass backend: w13 is [up; gate]."""
 
     def __post_init__(self) -> None:
+        check_sizes(self, "redundant_experts")
         divide(self.tensor, self.expert * self.data_expert, "engine tensor over expert * data_expert")
         divide(
             self.tensor,

@@ -90,11 +90,17 @@ def _next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
     return (exponent.clamp_(max=127 + LARGEST_POWER) << 23).view(torch.float32)
 
 
-def dequantise(quantised: Quantised, scales: BlockScales, dtype: torch.dtype) -> torch.Tensor:
-    """[rows, columns]: each FP8 value times the scale of its block, computed in float32."""
-    rows, columns = quantised.data.shape
-    each = quantised.scales.repeat_interleave(scales.block, 0).repeat_interleave(scales.block, 1)
-    return (quantised.data.float() * each[:rows, :columns]).to(dtype)
+def dequantise(quantised: Quantised, scales: BlockScales, dtype: torch.dtype, first: int = 0) -> torch.Tensor:
+    """[rows, columns]: each FP8 value times the scale of its block, computed in float32.
+
+    Args:
+        first: which row of its block the first row is.
+    """
+    rows, columns = (
+        torch.arange(start, start + size, device=quantised.data.device) // scales.block
+        for start, size in zip((first, 0), quantised.data.shape, strict=True)
+    )
+    return (quantised.data.float() * quantised.scales[rows][:, columns]).to(dtype)
 
 
 def on_the_wire(

@@ -10,6 +10,7 @@ from typing import Any
 
 from slimerl.resharding.families import BlockScales, Form
 from slimerl.resharding.layouts import EngineLayout
+from slimerl.resharding.planner import Topology
 from slimerl.spec import RunSpec
 from slimerl.spec.schema import EngineSpec
 from slimerl.training.model_config import model_arguments, read_config
@@ -26,6 +27,16 @@ def engine_layout(engine: EngineSpec) -> EngineLayout:
         replicated_dense=engine.replicated_mlp,
         replicated_shared=engine.replicated_mlp,
     )
+
+
+def sync_topology(trainer_ranks: int, engine: EngineLayout, engines: int, gpus_per_node: int) -> Topology:
+    """The machines of a sync. Engines that do not fill nodes evenly are planned as nodes of their own.
+
+    Raises LayoutError: a size is none.
+    """
+    small, large = sorted((gpus_per_node, engine.world_size))
+    per_node = engine.world_size if small < 1 or large % small else gpus_per_node
+    return Topology(trainer_ranks, engine.world_size, engines, per_node)
 
 
 def engine_config(spec: RunSpec, config: Config) -> Config:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slimerl.resharding.planner import SyncShape, Topology
+from slimerl.resharding.planner import SyncShape
 from slimerl.resharding.shard_sync import ShardControl, ShardSyncer
 from slimerl.resharding.shard_trainer import ShardModel
 from slimerl.resharding.sync import WeightSyncer
 from slimerl.resharding.sync_plan import SyncPlan, plan_sync
 from slimerl.spec import RunSpec
-from slimerl.training.engine_layout import engine_config, engine_form, engine_layout
+from slimerl.training.engine_layout import engine_config, engine_form, engine_layout, sync_topology
 from slimerl.training.parallel import Grid
 from slimerl.training.weights import ModelMap, named_parameters
 
@@ -69,11 +69,7 @@ def _shard_syncer(
     engine = engine_layout(spec.engine)
 
     def shape_of(engines: int) -> SyncShape:
-        per_node = spec.cluster.gpus_per_node
-        small, large = sorted((per_node, engine.world_size))
-        # Engines that do not fill nodes evenly are planned as nodes of their own.
-        per_node = per_node if large % small == 0 else engine.world_size
-        topology = Topology(where.layout.world_size, engine.world_size, engines, per_node)
+        topology = sync_topology(where.layout.world_size, engine, engines, spec.cluster.gpus_per_node)
         return SyncShape(served, where.layout, engine, topology, plan.dtype, engine_form(served))
 
     return ShardSyncer(

@@ -1,5 +1,6 @@
 """The specs of large runs: `slimerl check SPEC --plan-only` on a machine without their files and GPUs."""
 
+import itertools
 import json
 import re
 import resource
@@ -13,8 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from slimerl.cli import app
-from slimerl.spec import load_spec
-from slimerl.training.engine_layout import engine_layout
+from slimerl.conductor.preflight.model import engine_size_faults
+from slimerl.resharding.layouts import EngineLayout, LayoutError
+from slimerl.resharding.planner import Topology
+from slimerl.spec import RunSpec, load_spec
+from slimerl.training.engine_layout import engine_layout, sync_topology
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MOST_CPU_S = 3.0
@@ -194,6 +198,22 @@ FAULTS = {
          "training.parallel.pipeline=1", "training.prompts_per_step=8"],
         ["engine 1 would have GPUs 6 to 9 of a node of cluster.gpus_per_node = 8; choose sizes of trainer and engine"],
     ),
+    "an engine that does not fill its nodes": (
+        "deepseek_v3_671b",
+        ["cluster.gpus_per_node=7"],
+        ["engine.tensor_parallel = 32 does not fill nodes of cluster.gpus_per_node = 7; choose a multiple of it"],
+    ),
+    "more GPUs than a sync is planned for": (
+        "deepseek_v3_671b",
+        ["engine.replicas=100000", "training.parallel.data=1000000", "training.prompts_per_step=1000000"],
+        ["training.parallel (tensor * context * pipeline * data) = 32000000 GPUs: a weight sync is planned for up to ",
+         "engine.replicas * engine.tensor_parallel = 3200000 GPUs: a weight sync is planned for up to 32768; lower it"],
+    ),
+    "a node of more GPUs than a sync is planned for": (
+        "deepseek_v3_671b",
+        ["cluster.gpus_per_node=1000000000"],
+        ["cluster.gpus_per_node = 1000000000 GPUs: a weight sync is planned for up to 32768; lower it"],
+    ),
     "no published configuration": (
         "kimi_k2_1t",
         ["model.path=checkpoints/kimi_k3"],
@@ -225,6 +245,40 @@ def test_s3_a_plan_that_does_not_hold_is_refused_with_the_key(elsewhere, case):
     assert code == 2
     expected = [text.replace("{here}", str(elsewhere)) for text in expected]
     assert [line[: len(text)] for line, text in zip(lines, expected, strict=True)] == expected
+
+
+def node_faults(trainer: int, engine: int, engines: int, node: int) -> tuple[RunSpec, list[str]]:
+    """What is said of engines behind a trainer, on nodes of `node` GPUs."""
+    sizes = [f"engine.tensor_parallel={engine}", f"engine.replicas={engines}", f"cluster.gpus_per_node={node}"]
+    of_trainer = [f"training.parallel.data={trainer}", "training.prompts_per_step=64", "training.parallel.expert=1"]
+    others = [f"training.parallel.{key}" for key in ("tensor=1", "pipeline=1", "sequence_parallel=false")]
+    spec = load_spec(CONFIGS / "qwen3_30b_a3b.yaml", [*sizes, *of_trainer, *others, "engine.expert_parallel=1"])
+    return spec, list(engine_size_faults(spec, {"model_type": "qwen3_moe", "num_attention_heads": 12}, cuda=True))
+
+
+@pytest.mark.parametrize("node", [4, 6])
+def test_an_engine_that_reaches_over_the_end_of_a_node_is_found_wherever_it_is(node):
+    for trainer, engine, engines in itertools.product((1, 2, 5), (1, 2, 3, 4), (1, 2, 5)):
+        spec, faults = node_faults(trainer, engine, engines, node)
+        over = [index for index in range(engines) if spec.first_gpu(index) + engine > node]
+        assert [fault.split(" would")[0] for fault in faults] == [f"engine {index}" for index in over[:1]]
+
+
+def test_ten_million_engines_are_looked_at_as_fast_as_one():
+    began = time.process_time()
+    assert node_faults(8, 1, 10_000_000, 8)[1] == []
+    assert time.process_time() - began < MOST_CPU_S
+
+
+def test_a_sync_of_512_engines_of_32_gpus_is_planned_and_one_that_no_rank_could_plan_is_refused():
+    Topology(256, 32, 512).check_scale()
+    for trainer, engines, node in ((256, 1025, 8), (32_769, 1, 8), (256, 16, 65_536)):
+        with pytest.raises(LayoutError, match="a sync is planned for up to 32768 GPUs of"):
+            Topology(trainer, 32, engines, node).check_scale()
+
+
+def test_engines_that_do_not_fill_a_node_evenly_are_planned_as_nodes_of_their_own():
+    assert [sync_topology(8, EngineLayout(tensor), 2, 8).gpus_per_node for tensor in (3, 4, 16)] == [3, 8, 8]
 
 
 def test_a_published_quantisation_is_the_engines_and_never_the_trainers(elsewhere):

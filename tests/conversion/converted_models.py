@@ -21,9 +21,12 @@ def all_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def write_checkpoint(directory: Path, kind: str, dtype: torch.dtype = torch.bfloat16, files: int = 1) -> Path:
-    """A random checkpoint, with a prediction layer and second copies where published ones have them."""
-    tiny.write_model(directory, "deepseek_v3" if kind == "kimi_k2" else kind, tied=kind == "llama")
+def write_checkpoint(
+    directory: Path, kind: str, dtype: torch.dtype = torch.bfloat16, files: int = 1, **changes: int
+) -> Path:
+    """A random checkpoint, with a prediction layer and second copies where published ones have them; `changes`: of its
+    config.json."""
+    tiny.write_model(directory, "deepseek_v3" if kind == "kimi_k2" else kind, tied=kind == "llama", **changes)
     config = read_config(directory)
     config |= {"model_type": kind, "dtype": str(dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(config))

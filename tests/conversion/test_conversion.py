@@ -130,17 +130,21 @@ def test_c2_a_trainer_does_not_start_from_a_damaged_checkpoint(ranks, tmp_path):
         ranks.run(1, compare_starts, model, tmp_path / "megatron", ParallelSpec(), "bf16")
 
 
-def test_a_checkpoint_in_fp8_blocks_comes_out_in_the_dtype_of_its_config(tmp_path):
+@pytest.mark.parametrize(("block", "band_bytes"), [(16, 2**21), (16, 3000), (512, 3000)])
+def test_a_checkpoint_in_fp8_blocks_comes_out_in_the_dtype_of_its_config(tmp_path, monkeypatch, block, band_bytes):
+    """Fault: bands that end inside a block, and blocks that are larger than a band."""
     import json
 
     from converted_models import write_files
 
+    from slimerl.conversion import stream
     from slimerl.resharding.families import BlockScales, Form, family_of
     from slimerl.resharding.quantise import Quantised, dequantise, quantise
 
-    model = write_checkpoint(tmp_path / "plain", "deepseek_v3")
-    config = read_config(model) | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
-    scales = BlockScales(16)
+    monkeypatch.setattr(stream, "BAND_BYTES", band_bytes)
+    model = write_checkpoint(tmp_path / "plain", "deepseek_v3", intermediate_size=640)
+    config = read_config(model) | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [block, block]}}
+    scales = BlockScales(block)
     family, tensors = family_of(config), all_tensors(model)
     expected = dict(tensors)
     for tensor in family.logical_tensors(config, form=Form(prediction=True, scales=scales)):

@@ -245,6 +245,43 @@ def test_c5_a_disk_without_room_is_refused_before_the_first_byte(tmp_path, given
     refused(given, tmp_path / "target", r"are to be written .* and 100000 are free")
 
 
+def test_c5_room_is_asked_for_indexes_and_records_too(tmp_path, given, monkeypatch):
+    """Fault: the disk has room for the tensors' files alone."""
+    convert(given, tmp_path / "whole", SMALL_FILES)
+    written = sum(path.stat().st_size for path in (tmp_path / "whole").rglob("*") if path.is_file())
+    room = shutil.disk_usage(tmp_path)._replace(free=written)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
+    refused(given, tmp_path / "target", rf"are to be written .* and {written} are free")
+    assert not (tmp_path / ".target.converting").exists(), "there is nothing to go on from"
+
+
+@pytest.mark.parametrize("small", [".metadata", "common.pt", "metadata.json", "conversion.json", "manifest.json"])
+def test_c5_a_disk_that_is_full_at_the_last_step_says_so_and_the_next_call_goes_on(tmp_path, given, small):
+    """Fault: the device of that one small file has no room (/dev/full)."""
+
+    def progress(stage: str, _: int) -> None:
+        if stage == "verified" and not (tmp_path / ".target.converting" / small).is_symlink():
+            (tmp_path / ".target.converting" / small).symlink_to("/dev/full")
+
+    with pytest.raises(OSError, match=r"cannot be written: .* What is done stays in") as raised:
+        convert(given, tmp_path / "target", Options(progress=progress))
+    assert "No space left on device" in str(raised.value)
+    (tmp_path / ".target.converting" / small).unlink()
+    assert convert(given, tmp_path / "target").kept_files == 1
+
+
+@pytest.mark.parametrize(("damaged", "stays"), [("model.embed_tokens.weight", False), ("model.norm.weight", True)])
+def test_a_refused_source_leaves_nothing_or_says_what_it_leaves(tmp_path, given, damaged, stays):
+    convert(given, tmp_path / "megatron", SMALL_FILES)
+    content = all_tensors(given)[damaged].view(torch.uint8).numpy().tobytes()
+    (file,) = (file for file in (tmp_path / "megatron").glob("*.distcp") if content in file.read_bytes())
+    file.write_bytes(file.read_bytes().replace(content, bytes([content[0] ^ 1]) + content[1:]))
+    with pytest.raises(CheckpointError, match=rf"{damaged} has digest .* it is damaged; use a copy") as raised:
+        convert(tmp_path / "megatron", tmp_path / "target", Options(workers=1, shard_bytes=60_000))
+    assert (".target.converting: the next call uses or replaces it" in str(raised.value)) == stays
+    assert (tmp_path / ".target.converting").exists() == stays
+
+
 def test_an_existing_target_stays_unless_it_is_to_be_overwritten(tmp_path, given):
     convert(given, tmp_path / "megatron", SMALL_FILES)
     kept = contents(tmp_path / "megatron")
@@ -317,3 +354,12 @@ def test_the_tool_tells_what_it_did_and_what_is_wrong(tmp_path, given):
     assert "pass --overwrite" in again.output
     shown = CliRunner().invoke(app, ["--help"]).output
     assert "convert_checkpoint.py megatron/qwen3-30b models/again" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "1e300", "0"])
+def test_a_size_of_files_that_is_none_is_refused_by_its_name(tmp_path, given, size):
+    from convert_checkpoint import app
+
+    result = CliRunner().invoke(app, [str(given), str(tmp_path / "megatron"), "--shard-gib", size])
+    assert result.exit_code == 2
+    assert "--shard-gib" in result.output

@@ -72,6 +72,14 @@ def test_engines_of_their_own_are_a_second_component_of_the_job(stand_ins):
     assert load_spec(run_dir / "spec.yaml").engine_nodes == 64
 
 
+def test_a_percent_sign_in_the_run_directory_is_no_placeholder_of_slurm(stand_ins):
+    run_dir = stand_ins / "run-50%u"
+    done = bash(LAUNCH / "slurm/submit.sh", "configs/deepseek_v3_671b.yaml", f"output_dir={run_dir}")
+    assert done.returncode == 0, done.stderr
+    assert f"--output={stand_ins}/run-50%%u/slurm-%j.out" in done.stdout.splitlines()
+    assert done.stdout.splitlines()[-1] == str(run_dir / "spec.yaml")
+
+
 def test_what_is_submitted_is_frozen_and_a_run_that_was_is_replaced_when_told_so(stand_ins):
     run_dir = stand_ins / "run"
     submit = [LAUNCH / "slurm/submit.sh", "configs/deepseek_v3_671b.yaml", f"output_dir={run_dir}"]

@@ -1,5 +1,6 @@
 """How near plans are to the limit: levels against a linear program, rounds, operations, keys."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -152,6 +153,23 @@ def test_engines_that_do_not_fit_on_nodes_are_refused():
         Topology(8, 6, 2, gpus_per_node=8)
     with pytest.raises(LayoutError, match="none of 2 replicas"):
         Topology(8, 8, 2, dead=frozenset({0, 1}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"replicas": 0}, "replicas = 0 must be at least 1"),
+        ({"gpus_per_node": 0}, "gpus_per_node = 0 must be at least 1"),
+        ({"trainer_ranks": -2, "engine_ranks": 0}, "trainer_ranks = -2, engine_ranks = 0 must be at least 1"),
+        *(
+            ({"nic_bytes_per_s": speed}, "nic_bytes_per_s = .* must be a finite")
+            for speed in (0.0, -5e9, math.nan, math.inf)
+        ),
+    ],
+)
+def test_a_machine_of_no_size_or_speed_is_refused_by_its_name(sizes, message):
+    with pytest.raises(LayoutError, match=message):
+        Topology(**{"trainer_ranks": 8, "engine_ranks": 8, "replicas": 2} | sizes)
 
 
 @settings(max_examples=100, deadline=None)

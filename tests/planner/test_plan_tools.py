@@ -1,6 +1,7 @@
 """`tools/plan_sync.py`: the numbers and the picture of a plan, from a config.json and layouts."""
 
 import json
+from pathlib import Path
 
 import plan_sync
 import pytest
@@ -10,7 +11,7 @@ from planner_models import MOE
 from typer.testing import CliRunner
 
 from slimerl.resharding.families import FAMILIES
-from slimerl.resharding.layouts import EngineLayout, MegatronLayout
+from slimerl.resharding.layouts import EngineLayout, MegatronLayout, ModuleNames
 
 
 @pytest.fixture
@@ -38,6 +39,73 @@ def test_an_unknown_size_is_refused_naming_those_there_are(command, tmp_path):
     assert result.exit_code != 0
     with pytest.raises(typer.BadParameter, match=r"'tensr' is no key of MegatronLayout.*tensor"):
         plan_sync.parsed("tensr=2", MegatronLayout)
+
+
+LAYOUTS = ("--trainer", "tensor=2,data=2,expert=4,expert_tensor=1", "--engine", "tensor=4,expert=4")
+SPEC = Path(__file__).parents[2] / "configs" / "qwen3_30b_a3b.yaml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--trainer", "tensor=3"), "cannot be cut into 3 equal parts"),
+        (("--trainer", "tensor=x"), "tensor=x: it is a whole number"),
+        (("--trainer", "tensor"), "tensor=: it is a whole number"),
+        (("--trainer", "tensor=true"), "tensor=true: it is a whole number"),
+        (("--trainer", "tensor=0"), "tensor = 0 must be at least 1"),
+        (("--trainer", "tensor=-2"), "tensor = -2 must be at least 1"),
+        (("--trainer", "stage_layers=a"), "stage_layers=a: it is the layers of each stage"),
+        (("--trainer", "names=te"), "names=te: it is one of local, transformer_engine"),
+        (("--engine", "replicated_dense=2"), "replicated_dense=2: it is"),
+        ((*LAYOUTS, "--replicas", 0), "--replicas"),
+        ((*LAYOUTS, "--replicas", 100_000), "planned for up to 32768 GPUs of all engines, not 400000"),
+        ((*LAYOUTS, "--gpus-per-node", 0), "--gpus-per-node"),
+        ((*LAYOUTS, "--gpus-per-node", 3), "an engine of 4 GPUs on nodes of 3"),
+        *(((*LAYOUTS, "--nic-gb-s", speed), "--nic-gb-s") for speed in ("0", "-5", "nan", "inf")),
+        ((*LAYOUTS, "--picture", "/nonexistent/x.svg"), "--picture /nonexistent/x.svg: no file can be written there"),
+    ],
+)
+def test_a_size_that_is_none_is_refused_in_a_line(command, tmp_path, arguments, message):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MOE))
+    result = command(config, *arguments)
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+    assert message in " ".join(result.output.split())
+
+
+def test_module_names_are_chosen_by_their_name():
+    assert plan_sync.parsed("names=transformer_engine", MegatronLayout) == {"names": ModuleNames.TRANSFORMER_ENGINE}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.json", None, "missing.json"),
+        ("missing.yaml", None, "missing.yaml"),
+        ("torn.json", "{", "torn.json is no JSON"),
+        ("list.json", "[]", "list.json holds list"),
+        ("other.json", '{"model_type": "bert"}', "bert"),
+        ("README.md", "# A text", "README.md"),
+    ],
+)
+def test_a_file_that_is_neither_spec_nor_configuration_is_refused_by_its_name(
+    command, tmp_path, name, content, message
+):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    result = command(tmp_path / name)
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    "options", [("--trainer", "tensor=2"), ("--engine", "tensor=4"), ("--replicas", 2), ("--prediction",)]
+)
+def test_options_of_a_configuration_are_refused_beside_a_spec(command, options):
+    """Fault: the spec's own sizes are planned, and the option is dropped without a word."""
+    result = command(SPEC, *options)
+    assert result.exit_code == 2
+    assert f"{options[0]}: with a run spec its own sizes count" in " ".join(result.output.split())
 
 
 def test_sizes_are_read_as_the_layouts_want_them():

@@ -181,6 +181,7 @@ def test_a_word_is_as_wide_as_every_cut_allows():
         (torch.ones(2, 4), ((0, 1), (2, 5)), 8, "whole words"),
         (torch.ones(2, 4), ((7, 0), (9, 4)), 4, "cannot be"),
         (torch.ones(2, 4), ((0, 0), (2, 3)), 4, "cannot be"),
+        (torch.ones(3, 8), ((-1, 0), (2, 8)), 4, "cannot be"),
         (torch.ones(4), ((0,), (4,)), 4, "cannot be"),
     ],
 )

@@ -191,6 +191,30 @@ def test_an_index_that_disagrees_with_its_files_is_refused(source, tmp_path):
         HfCheckpoint(target)
 
 
+def test_an_index_that_has_a_tensor_in_another_of_its_files_is_refused(source, tmp_path):
+    """Fault: the union of the names is right, and a read would end in a traceback of safetensors."""
+    target = tmp_path / "out"
+    write_checkpoint(target, random_state(CONFIG).items(), source, shard_bytes=3000)
+    index_path = target / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    right = index["weight_map"]["model.norm.weight"]
+    wrong = next(file for file in index["weight_map"].values() if file != right)
+    index["weight_map"]["model.norm.weight"] = wrong
+    index_path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"index\.json has model\.norm\.weight in {wrong}, but it is in {right}"):
+        HfCheckpoint(target)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "null", "{}", *(f'{{"weight_map": {value}}}' for value in ('["a"]', "null", '{"a": 3}', '{"a": ["b"]}'))],
+)
+def test_an_index_of_another_form_is_refused_by_its_name(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        HfCheckpoint(tmp_path)
+
+
 def test_a_directory_without_weights_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         HfCheckpoint(tmp_path)

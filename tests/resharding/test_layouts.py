@@ -181,6 +181,14 @@ def test_the_trainer_pads_the_vocabulary_to_its_multiple():
     assert MegatronLayout(tensor=2, vocabulary_multiple=128).padded_vocabulary(300) == 512
 
 
+@pytest.mark.parametrize("kind", [MegatronLayout, EngineLayout])
+@pytest.mark.parametrize("size", [0, -2])
+def test_a_size_below_one_is_refused_by_its_name(kind, size):
+    """Fault: -2 divides the grid, and 0 divides by zero."""
+    with pytest.raises(LayoutError, match=f"tensor = {size}, pipeline = {size} must be at least 1"):
+        kind(tensor=size, pipeline=size)
+
+
 def test_a_rank_outside_of_a_layout_is_refused():
     for layout in (MegatronLayout(tensor=2), EngineLayout(tensor=2)):
         with pytest.raises(LayoutError, match="rank 2 is outside"):

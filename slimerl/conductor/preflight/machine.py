@@ -131,7 +131,7 @@ def memory_faults(spec: RunSpec, needed: RunEstimate, available: int) -> Iterato
         roles += f", {spec.engine.replicas} engines of {each:.1f}"
     yield (
         f"the run needs about {needed.host / GIB:.1f} GiB of memory ({roles}), {available / GIB:.1f} GiB are "
-        f"available; end other programs, {_TRAINER_REMEDY}, or lower engine.max_total_tokens"
+        f"available; end other programs, {_TRAINER_REMEDY}, or lower engine.max_total_tokens or engine.replicas"
     )
 
 

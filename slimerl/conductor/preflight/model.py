@@ -166,11 +166,30 @@ def engine_size_faults(spec: RunSpec, config: Config, cuda: bool) -> Iterator[st
         allowed = "a divisor" if not cuda else "a divisor or a multiple"
         yield f"{name} = {attention} does not fit the model's num_key_value_heads = {kv_heads}; choose {allowed} of it"
     yield from _mlp_faults(spec, config, cuda)
-    last = [spec.first_gpu(index) + tensor for index in range(engine.replicas)]
-    if cuda and tensor <= spec.cluster.gpus_per_node < max(last):
+    if cuda:
+        yield from _node_faults(spec)
+
+
+def _node_faults(spec: RunSpec) -> Iterator[str]:
+    """An engine has all GPUs of its nodes, or GPUs of one node."""
+    tensor, per_node = spec.engine.tensor_parallel, spec.cluster.gpus_per_node
+    if tensor > per_node:
+        if tensor % per_node:
+            yield (
+                f"engine.tensor_parallel = {tensor} does not fill nodes of cluster.gpus_per_node = {per_node}; "
+                "choose a multiple of it"
+            )
+        return
+    # engines one behind the other, up to the end of the first engine's node, then from the beginning of a node on
+    whole, left = divmod(per_node - spec.first_gpu(0), tensor)
+    if left == 0:
+        more, left = divmod(per_node, tensor)
+        whole += more
+    if left and whole < spec.engine.replicas:
+        first = spec.first_gpu(whole)
         yield (
-            f"engine {last.index(max(last))} would have GPUs {max(last) - tensor} to {max(last) - 1} of a node of "
-            f"cluster.gpus_per_node = {spec.cluster.gpus_per_node}; choose sizes of trainer and engine that fill nodes"
+            f"engine {whole} would have GPUs {first} to {first + tensor - 1} of a node of cluster.gpus_per_node = "
+            f"{per_node}; choose sizes of trainer and engine that fill nodes"
         )
 
 

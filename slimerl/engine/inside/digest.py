@@ -69,7 +69,8 @@ def digest(view: torch.Tensor, name: str, shape: Sequence[int], box: Box, granul
     """
     starts, stops = map(tuple, box)
     lengths = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-    if tuple(view.shape) != lengths or len(shape) != len(stops) or any(map(int.__gt__, stops, shape)):
+    outside = any(start < 0 for start in starts) or any(map(int.__gt__, stops, shape))
+    if tuple(view.shape) != lengths or len(shape) != len(stops) or outside:
         raise DigestError(f"{name}: {tuple(view.shape)} elements cannot be {starts} to {stops} of {tuple(shape)}")
     return int(_digest(view.detach(), name, tuple(shape), starts, granule_bytes)) & _MASK
 

@@ -21,6 +21,9 @@ from slimerl.resharding.layouts import Layout, LayoutError, Part
 from slimerl.resharding.tensors import LogicalTensor
 
 _SUFFIX = "_scale_inv"
+_SERVE_ANOTHER = (
+    "serve an unquantised checkpoint, or one with quant_method fp8 and weight_block_size [128, 128] in its config.json"
+)
 
 
 class BlockCutError(LayoutError):
@@ -43,16 +46,26 @@ class BlockScales:
         stated = config.get("quantization_config")
         if stated is None:
             return None
+        if not isinstance(stated, Mapping):
+            raise ConfigError(f"config.json: quantization_config = {stated!r} is no object; {_SERVE_ANOTHER}")
         size = stated.get("weight_block_size")
-        if stated.get("quant_method") != "fp8" or not isinstance(size, list) or len(set(size)) != 1 or len(size) != 2:
+        square = isinstance(size, list) and len(size) == 2 and type(size[0]) is int and size[0] == size[1]
+        if stated.get("quant_method") != "fp8" or not isinstance(size, list) or not square:
             raise ConfigError(
-                f"config.json: quantization_config = {dict(stated)!r} is not FP8 in square blocks; "
-                "serve an unquantised checkpoint, or one with quant_method fp8 and weight_block_size [128, 128]"
+                f"config.json: quantization_config = {dict(stated)!r} is not FP8 in square blocks; {_SERVE_ANOTHER}"
             )
+        if size[0] < 1:
+            raise ConfigError(
+                f"config.json: quantization_config.weight_block_size = {size}: no block; {_SERVE_ANOTHER}"
+            )
+        for key in ("ignored_layers", "modules_to_not_convert"):
+            names = stated.get(key) or []
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ConfigError(f"config.json: quantization_config.{key} = {names!r} is no list of modules' names")
         ignored = stated.get("ignored_layers") or stated.get("modules_to_not_convert") or ()
         if (scale_format := stated.get("scale_fmt")) not in (None, "float", "ue8m0"):
             raise ConfigError(f"config.json: quantization_config has scale_fmt {scale_format!r}; known is 'ue8m0'")
-        return cls(int(size[0]), tuple(ignored), scale_format == "ue8m0")
+        return cls(size[0], tuple(ignored), scale_format == "ue8m0")
 
     def blocks(self, size: int) -> int:
         """Blocks that `size` rows or columns need."""

@@ -12,9 +12,10 @@ from slimerl.resharding.planner.plan import Operations, Plan
 from slimerl.resharding.planner.resume import resume
 from slimerl.resharding.planner.shape import PlanOptions, SyncShape
 from slimerl.resharding.planner.share import Segments, Share, engine_share, trainer_share
-from slimerl.resharding.planner.topology import Topology
+from slimerl.resharding.planner.topology import MOST_GPUS, Topology
 
 __all__ = [
+    "MOST_GPUS",
     "Bounds",
     "Operations",
     "Plan",

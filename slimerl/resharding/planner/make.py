@@ -47,9 +47,10 @@ def make_template(shape: SyncShape) -> PlanTemplate:
     """Atoms, owners and shares: everything before nodes and rounds.
 
     Raises:
-        ConfigError, LayoutError: the model cannot be cut like that.
+        ConfigError, LayoutError: the model cannot be cut like that, or there are too many GPUs (`MOST_GPUS`).
         CoverageError: something is not held, or not taken.
     """
+    shape.topology.check_scale()
     model, topology, options = model_signatures(shape), shape.topology, shape.options
     train = rank_table(shape.train, model.layers, model.prediction, model.train_parameters)
     engine = rank_table(shape.engine, model.layers, model.prediction, model.engine_parameters)

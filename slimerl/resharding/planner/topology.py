@@ -4,12 +4,17 @@ Flows in: sizes and speeds. Flows out: which NICs make a node and which nodes ho
 Invariant: NIC numbers: the trainer's ranks come first, then replica by replica the ranks of the engines.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slimerl.resharding.layouts import LayoutError
+from slimerl.resharding.layouts import LayoutError, check_sizes
+
+MOST_GPUS = 1 << 15
+"""Of the trainer, of all engines, of a node. For a thousand engines of 32 a plan takes 14 s and 4 GB on every rank that
+makes it, for half as many again 33 s and 5 GB."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,10 @@ class Topology:
     """NICs that run below full speed: (number, fraction)."""
 
     def __post_init__(self) -> None:
+        check_sizes(self)
+        for speed in ("nic_bytes_per_s", "nvlink_bytes_per_s"):
+            if not 0 < getattr(self, speed) < math.inf:
+                raise LayoutError(f"{speed} = {getattr(self, speed)} must be a finite number above 0")
         small, large = sorted((self.engine_ranks, self.gpus_per_node))
         if large % small:
             raise LayoutError(
@@ -36,6 +45,14 @@ class Topology:
             )
         if len(self.dead - set(range(self.replicas))) or len(self.dead) >= self.replicas:
             raise LayoutError(f"dead engines {sorted(self.dead)} leave none of {self.replicas} replicas to sync")
+
+    def check_scale(self) -> None:
+        """Raises LayoutError where a plan would take more time and memory than ranks have."""
+        engines = self.engine_ranks * self.replicas
+        sides = {"the trainer": self.trainer_ranks, "all engines": engines, "a node": self.gpus_per_node}
+        for side, gpus in sides.items():
+            if gpus > MOST_GPUS:
+                raise LayoutError(f"a sync is planned for up to {MOST_GPUS} GPUs of {side}, not {gpus}; use fewer")
 
     @property
     def nics(self) -> int:
