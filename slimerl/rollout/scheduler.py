@@ -18,11 +18,14 @@ from typing import Literal
 from slimerl.engine.protocol import SamplingParams
 from slimerl.rewards.outcome import UNPARSABLE_REWARD, Failed, Outcome, Scored, Unparsable
 from slimerl.rollout.admission import StalenessGate, choose_batch
+from slimerl.rollout.agents.loop import AgentFailed, AgentLoop, SingleTurn
+from slimerl.rollout.agents.policy import Policy
+from slimerl.rollout.agents.watch import BookedSample
 from slimerl.rollout.dispatch import Dispatcher, GenerationFailed
 from slimerl.rollout.dynamic_sampling import InformativeGroups, NothingToLearn
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.parts import Parts
-from slimerl.rollout.prompts import Drawn, PromptStream
+from slimerl.rollout.prompts import Drawn, Prompt, PromptStream
 from slimerl.rollout.statistics import GroupRecord, batch_metrics, trace_groups
 from slimerl.samples.messages import BatchManifest, RolloutState
 from slimerl.samples.sample import Sample
@@ -73,6 +76,7 @@ class Scheduler:
     store: SampleStore
     dispatcher: Dispatcher
     judge: Judge
+    agent: AgentLoop = field(default_factory=SingleTurn)
     progressed: Callable[[], None] = lambda: None
     """Called whenever a batch may have become ready, or impossible."""
     batches_taken: int = 0
@@ -286,35 +290,26 @@ class Scheduler:
     async def _make(self, sample: Sample, answer: str) -> None:
         """Generate and judge one sample. Raises SampleLost."""
         record = self._records[sample.group_id]
-        await self._generate(sample, record)
+        outcome = await self._generate(sample, record, Prompt(sample.prompt_id, sample.prompt_tokens, answer))
         begun = record.generated_s = time.monotonic()
-        outcome = await self.judge.judge(sample, answer)
+        if outcome is None:
+            outcome = await self.judge.judge(sample, answer)
         self.judge.count(outcome)
         record.judged_s[sample.sample_id] = time.monotonic() - begun
         self._reward(sample, outcome, record)
 
-    async def _generate(self, sample: Sample, record: GroupRecord) -> None:
-        def started() -> None:
-            self.store.start(sample.sample_id)
-            if record.started_s is None:
-                record.started_s = time.monotonic()
-
-        if self._parts.is_complete(sample):  # before a restart
-            started()
-        while not self._parts.is_complete(sample):
-            request = self._parts.next_request(sample)
-            try:
-                completion = await self.dispatcher.generate(request, started)
-            except GenerationFailed as failure:
-                raise SampleLost(f"generation_{failure.reason}", str(failure)) from failure
-            record.retries += completion.tries - 1
-            record.prompt_tokens += len(request.tokens)
-            record.cached_tokens += completion.generation.cached_tokens
-            self._parts.append(sample, completion.generation)
-            if not self._parts.is_complete(sample):
-                self.store.interrupt(sample.sample_id)
-                record.interruptions += 1
+    async def _generate(self, sample: Sample, record: GroupRecord, prompt: Prompt) -> Outcome | None:
+        """By the agent loop; what it makes of the response, where it judges by itself. Raises SampleLost."""
+        policy = Policy(sample, self._parts, self.dispatcher, BookedSample(sample, self.store, record))
+        try:
+            outcome = await self.agent(policy, sample, prompt)
+        except GenerationFailed as failure:
+            raise SampleLost(f"generation_{failure.reason}", str(failure)) from failure
+        except AgentFailed as failure:
+            raise SampleLost(f"agent_{failure.reason}", str(failure)) from failure
+        policy.close()
         self.store.generated(sample.sample_id)
+        return outcome
 
     def _reward(self, sample: Sample, outcome: Outcome, record: GroupRecord) -> None:
         match outcome:

@@ -4,6 +4,7 @@ Flows in: the batch's metadata, what was noted of its groups, drops since the la
 figures. Clock readings are seconds of one monotonic clock.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -33,6 +34,8 @@ class GroupRecord:
     """Of these, those whose KV the engine had."""
     interruptions: int = 0
     """Times that a sample went on in another request: chunks, and new weights in `abort` mode."""
+    agent: Counter[str] = field(default_factory=Counter)
+    """What agent loops count, by name."""
 
 
 def batch_metrics(
