@@ -13,9 +13,6 @@ from slimerl.spec.functions import ImportPath
 
 DEFAULT_KIND = "single_turn"
 
-BUILT_IN_TOOLS = ("calc", "python")
-ADAPTERS = ("reasoning_gym", "verifiers")
-
 ToolName = Annotated[str, Field(pattern=r"^(calc|python|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
 EnvironmentName = Annotated[str, Field(pattern=r"^(reasoning_gym|verifiers|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
 
@@ -89,6 +86,8 @@ class EnvironmentAgent(_InTurns):
     """reasoning_gym, verifiers, or `package.module:function`, which makes an environment from `options`; see
     `slimerl/environments/environment.py`."""
     options: dict[str, Any] = Field(default_factory=dict)
+    episodes_per_call: Positive = 64
+    """Episodes that wait at the same time are stepped together, so many at most; `timeout_s` is for them all."""
     reward: Literal["final", "sum"] = "final"
     """Of an episode: that of its last step, or of all."""
 
@@ -120,3 +119,17 @@ KINDS: tuple[type[AnyAgent], ...] = (SingleTurnAgent, ToolsAgent, EnvironmentAge
 def kind_of(model: type[AnyAgent]) -> str:
     (kind,) = get_args(model.model_fields["kind"].annotation)
     return kind
+
+
+def check_agent(agent: AnyAgent, samples_responses: bool, chat_template: bool) -> None:
+    """Raises ValueError: it does not fit the rest of the spec."""
+    if not samples_responses and not isinstance(agent, SingleTurnAgent):
+        raise ValueError(
+            f"agent.kind {kind_of(type(agent))} continues responses, and the algorithm samples none; drop the section "
+            "agent"
+        )
+    if isinstance(agent, ToolsAgent) and agent.format == "hermes" and not chat_template:
+        raise ValueError(
+            "agent.format hermes takes the form of tools' messages from the chat template: set data.chat_template: "
+            "true, or agent.format: plain"
+        )
