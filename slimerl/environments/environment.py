@@ -48,7 +48,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`done`: nothing is observed any more. `correct`: for accuracy; None: a reward above 0 at the end is."""
+    """`done`: nothing is observed any more. `correct`: for accuracy; None: an episode is that ends with a
+    reward above 0."""
 
     observation: str = ""
     reward: float = 0.0

@@ -25,18 +25,23 @@ class MissingExtra(CustomFunctionError):
 
 def make_environment(name: str, options: Mapping[str, Any]) -> Environment:
     """Raises CustomFunctionError, or what the environment's own function raises."""
-    make = _function(name)
-    try:
-        inspect.signature(make).bind(**options)
-    except TypeError as error:
-        raise CustomFunctionError(f"agent.options: {name} cannot be made from {dict(options)}: {error}") from error
-    made = make(**options)
+    made = load_maker(name, options)(**options)
     if not (callable(getattr(made, "reset", None)) and callable(getattr(made, "step", None))):
         raise CustomFunctionError(
             f"agent.environment: {name} made a {type(made).__name__}, which has no reset and step; see "
             "slimerl/environments/environment.py"
         )
     return made
+
+
+def load_maker(name: str, options: Mapping[str, Any]) -> Any:
+    """What makes the environment, and takes these options. Raises CustomFunctionError."""
+    make = _function(name)
+    try:
+        inspect.signature(make).bind(**options)
+    except TypeError as error:
+        raise CustomFunctionError(f"agent.options: {name} cannot be made from {dict(options)}: {error}") from error
+    return make
 
 
 def _function(name: str) -> Any:

@@ -4,17 +4,34 @@ Flows in: the section's keys. Flows out: an `AgentSpec`.
 Invariant: a variant has the keys that its kind reads and no others; a key of another kind is refused with its name.
 """
 
+import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from slimerl.spec.fields import Positive, Seconds, Strict, Workers, tuple_from_list
 from slimerl.spec.functions import ImportPath
 
 DEFAULT_KIND = "single_turn"
 
-ToolName = Annotated[str, Field(pattern=r"^(calc|python|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
-EnvironmentName = Annotated[str, Field(pattern=r"^(reasoning_gym|verifiers|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
+TOOLS = ("calc", "python")
+ENVIRONMENTS = ("reasoning_gym", "verifiers")
+
+
+def _known_or_function(what: str, known: tuple[str, ...]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in known and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+            raise ValueError(
+                f"there is no {what} '{name}'; choose one of {', '.join(known)}, or name a function of yours as "
+                "package.module:function"
+            )
+        return name
+
+    return AfterValidator(check)
+
+
+ToolName = Annotated[str, _known_or_function("tool", TOOLS)]
+EnvironmentName = Annotated[str, _known_or_function("environment", ENVIRONMENTS)]
 
 
 class AnyAgent(Strict):
@@ -26,7 +43,9 @@ class AnyAgent(Strict):
         for key in given if isinstance(given, dict) else ():
             others = [kind_of(each) for each in KINDS if key in each.model_fields]
             if key not in cls.model_fields and others:
-                raise ValueError(f"kind {kind_of(cls)} does not read '{key}', which belongs to {' and '.join(others)}")
+                raise ValueError(
+                    f"kind {kind_of(cls)} does not read '{key}', which belongs to {' and '.join(others)}; drop it"
+                )
         return given
 
 

@@ -88,8 +88,6 @@ class EnvironmentLoop:
                 raise AgentFailed("environment_not_repeatable", f"another observation after {number} actions")
 
     def _outcome(self, reached: Advanced) -> Outcome:
-        reward = sum(reached.rewards)
-        if self.reward == "final":
-            reward = reached.rewards[-1] if reached.done else 0.0
-        correct = reached.correct if reached.correct is not None else reward > 0
-        return Scored(reward, reached.done and correct)
+        last = reached.rewards[-1] if reached.done else 0.0
+        correct = reached.correct if reached.correct is not None else last > 0
+        return Scored(last if self.reward == "final" else sum(reached.rewards), reached.done and correct)
