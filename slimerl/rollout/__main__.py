@@ -27,6 +27,7 @@ from slimerl.resilience.processes import die_with_parent
 from slimerl.rewards.build import build_reward, reads_prompt
 from slimerl.rewards.outcome import RewardUnavailable, RunningReward
 from slimerl.rollout.admission import StalenessGate
+from slimerl.rollout.agents.build import RunningAgent, announced, build_agent
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation
@@ -45,6 +46,7 @@ from slimerl.samples.messages import ADDRESS_FILE, ServiceAddress
 from slimerl.samples.rows import DataError
 from slimerl.samples.store import SampleStore
 from slimerl.spec import RunSpec, SpecError, load_spec
+from slimerl.spec.functions import CustomFunctionError
 from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter
 
@@ -70,7 +72,7 @@ def main(spec: RunSpec) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(serve(spec))
-    except (DataError, TokenizerError) as error:
+    except (DataError, TokenizerError, CustomFunctionError) as error:
         print(error, file=sys.stderr)
         return 2
     except (NoAddress, RewardUnavailable) as error:
@@ -84,19 +86,19 @@ async def serve(spec: RunSpec) -> None:
     token = secrets.token_hex(16)
     ended = asyncio.Event()
     trace.start(spec.run_dir, "rollout")
-    reward = build_reward(spec.reward)
+    reward, agent = build_reward(spec.reward), build_agent(spec.agent)
     try:
-        # Both take seconds; neither needs the other.
+        # All take seconds; none needs the other.
         begun = time.monotonic()
-        inputs, _ = await asyncio.gather(asyncio.to_thread(read_inputs, spec), reward.start())
+        inputs, *_ = await asyncio.gather(asyncio.to_thread(read_inputs, spec), reward.start(), agent.start())
         trace.add("start", begun, time.monotonic(), "start")
         # Not before: until here a signal ends the process at once, and its workers with it.
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        async with _service(spec, inputs, reward, token, ended) as service, _listening(spec, service, token):
+        async with _service(spec, inputs, reward, agent, token, ended) as service, _listening(spec, service, token):
             await _until_ended(ended, service, ResourceMeter(spec.run_dir, "rollout"))
     finally:
-        await reward.close()
+        await asyncio.gather(reward.close(), agent.close())
         trace.stop()
     logger.info("ended")
 
@@ -119,7 +121,7 @@ async def _until_ended(ended: asyncio.Event, service: ControlService, resources:
 
 def read_inputs(spec: RunSpec) -> Inputs:
     """Raises DataError, TokenizerError."""
-    tokenizer = PromptTokenizer(spec.model.path, spec.data)
+    tokenizer = PromptTokenizer(spec.model.path, spec.data, announced(spec.agent))
 
     def prompts(path: Path, at_most: int | None = None) -> list[Prompt]:
         return tokenize_rows(read_rows(path)[:at_most], tokenizer.encode, spec.data.max_prompt_tokens, str(path))
@@ -131,7 +133,7 @@ def read_inputs(spec: RunSpec) -> Inputs:
 
 @asynccontextmanager
 async def _service(
-    spec: RunSpec, inputs: Inputs, reward: RunningReward, token: str, ended: asyncio.Event
+    spec: RunSpec, inputs: Inputs, reward: RunningReward, agent: RunningAgent, token: str, ended: asyncio.Event
 ) -> AsyncIterator[ControlService]:
     """The parts, put together."""
     rollout, training = spec.rollout, spec.training
@@ -139,6 +141,7 @@ async def _service(
     clients = EngineClients(spec.deadlines.request_s)
     dispatcher = Dispatcher(router, clients, spec.deadlines.request_s)
     judge = Judge(inputs.tokenizer.decode, reward, reads_prompt(spec.reward), reward.take_events)
+    loop = agent.loop(inputs.tokenizer)
     params = SamplingParams(
         rollout.max_new_tokens,
         rollout.temperature,
@@ -160,9 +163,10 @@ async def _service(
         SampleStore(smallest_group=min(2, rollout.samples_per_prompt)),
         dispatcher,
         judge,
+        loop,
     )
     weights = WeightHold(dispatcher, clients, spec.engine.replicas, spec.deadlines.start_s, on_update=rollout.on_update)
-    evaluation = Evaluation(inputs.held_out, _evaluation_params(spec, params), spec.seed, dispatcher, judge)
+    evaluation = Evaluation(inputs.held_out, _evaluation_params(spec, params), spec.seed, dispatcher, judge, loop)
     lag = LoopLag()
     service = ControlService(token, router, clients, scheduler, weights, evaluation, lag, shutdown=ended)
     try:

@@ -9,15 +9,18 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from slimerl.engine.protocol import SamplingParams
 from slimerl.resilience.deadline import Deadline
 from slimerl.rewards.outcome import Failed, Scored
-from slimerl.rollout.dispatch import Dispatcher, GenerateRequest, GenerationFailed, append_generation
+from slimerl.rollout.agents.loop import AgentFailed, AgentLoop, SingleTurn
+from slimerl.rollout.agents.policy import Policy
+from slimerl.rollout.dispatch import Dispatcher, GenerationFailed
 from slimerl.rollout.judge import Judge
-from slimerl.rollout.prompts import Prompt, sampling_seed
+from slimerl.rollout.parts import Parts
+from slimerl.rollout.prompts import Prompt
 from slimerl.samples.messages import EvaluateReply, EvaluateRequest
 from slimerl.samples.sample import Sample
 from slimerl.telemetry import trace
@@ -45,6 +48,7 @@ class Evaluation:
     run_seed: int
     dispatcher: Dispatcher
     judge: Judge
+    agent: AgentLoop = field(default_factory=SingleTurn)
 
     async def run(self, request: EvaluateRequest) -> EvaluateReply:
         """Evaluate the version that is in service now.
@@ -95,20 +99,19 @@ class Evaluation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, prompt: Prompt) -> _Answer:
-        sample = Sample(f"evaluation/{prompt.prompt_id}", "evaluation", prompt.prompt_id, prompt.tokens)
-        seed = sampling_seed(self.run_seed, sample.sample_id, attempt=0)
-        request = GenerateRequest(
-            f"{sample.sample_id}@{self.dispatcher.router.version}",
-            "",  # no siblings
-            prompt.tokens,
-            replace(self.params, seed=seed),
-        )
+        # No group: prompts of an evaluation are nobody's siblings.
+        sample = Sample(f"evaluation/{prompt.prompt_id}", "", prompt.prompt_id, prompt.tokens)
+        parts = Parts(self.params, self.run_seed)
+        policy = Policy(sample, parts, self.dispatcher, urgent=True, label=f"@{self.dispatcher.router.version}")
         try:
-            completion = await self.dispatcher.generate(request, urgent=True)
+            outcome = await self.agent(policy, sample, prompt)
         except GenerationFailed as failure:
             return _Answer(False, 0, f"generation_{failure.reason}")
-        append_generation(sample, completion.generation)
-        outcome = await self.judge.judge(sample, prompt.answer)
+        except AgentFailed as failure:
+            return _Answer(False, 0, f"agent_{failure.reason}")
+        policy.close()
+        if outcome is None:
+            outcome = await self.judge.judge(sample, prompt.answer)
         if isinstance(outcome, Failed):
             return _Answer(False, 0, f"reward_{outcome.reason}")
         correct = isinstance(outcome, Scored) and outcome.correct

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from slimerl.rewards.outcome import Events, Outcome, Reward, RewardRequest, outcome_name
+from slimerl.rollout.agents.turns import last_said
 from slimerl.samples.sample import Sample
 
 Decode = Callable[[Sequence[int]], str]
@@ -37,7 +38,7 @@ class Judge:
     async def judge(self, sample: Sample, answer: str) -> Outcome:
         """Counts nothing: an evaluation's answers are not the batch's."""
         loop = asyncio.get_running_loop()
-        text = await loop.run_in_executor(self._decoder, self._decode, sample.response_tokens)
+        text = await loop.run_in_executor(self._decoder, self._decode, last_said(sample))
         prompt = ""
         if self._reads_prompt:
             prompt = await loop.run_in_executor(self._decoder, self._decode, sample.prompt_tokens)

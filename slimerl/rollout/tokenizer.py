@@ -1,11 +1,13 @@
 """The model's tokenizer as the rollout needs it: prompts to ids, responses to text, the ids that end a response.
 
-Flows in: the checkpoint directory and `spec.data`. Flows out: ids and text. Responses are decoded for the reward
-alone: token ids are the truth, and text is never turned back into them.
+Flows in: the checkpoint directory, `spec.data`, the tools that prompts announce. Flows out: ids and text. Responses are
+decoded for the reward and for agent loops: token ids are the truth, and text is never turned back into them.
+Any thread may call; one at a time has the tokenizer.
 """
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,11 @@ class TokenizerError(RuntimeError):
 class PromptTokenizer:
     """`encode` and `decode` bound to one checkpoint and one way of framing prompts."""
 
-    def __init__(self, model_path: Path, data: DataSpec) -> None:
-        """Raises TokenizerError: no tokenizer, no sound chat template where one is asked for, no end-of-sequence id."""
+    def __init__(self, model_path: Path, data: DataSpec, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """`tools`: as JSON schemas, for the chat template.
+
+        Raises TokenizerError: no tokenizer, no sound chat template where one is asked for, no end-of-sequence id.
+        """
         # Imported here: it takes seconds, and only the role needs it.
         from transformers import AutoTokenizer
 
@@ -37,6 +42,8 @@ class PromptTokenizer:
                 "add chat_template.jinja to the checkpoint or set data.chat_template: false"
             )
         self._data = data
+        self._tools = list(tools)
+        self._lock = threading.Lock()
         self._model_path = model_path
         try:
             self._framed("1")
@@ -81,14 +88,38 @@ class PromptTokenizer:
         """
         # A template writes the special tokens itself.
         texts = [self._framed(prompt) for prompt in prompts]
-        return self._tokenizer(texts, add_special_tokens=not self._data.chat_template)["input_ids"]
+        with self._lock:
+            return self._tokenizer(texts, add_special_tokens=not self._data.chat_template)["input_ids"]
+
+    def encode_piece(self, text: str, special: bool) -> list[int]:
+        """Ids of a text that stands in the middle of others; `special`: special tokens in it are such."""
+        with self._lock:
+            return self._tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
 
     def _framed(self, prompt: str) -> str:
-        return framed(self._tokenizer, prompt, self._data.system_prompt) if self._data.chat_template else prompt
+        if not self._data.chat_template:
+            return prompt
+        return framed(self._tokenizer, prompt, self._data.system_prompt, self._tools)
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """By the chat template, up to where the next answer begins."""
+        tools = self._tools or None
+        return self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+
+    @property
+    def has_turns(self) -> bool:
+        """Prompts are turns of a conversation."""
+        return self._data.chat_template
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """Of `stop_token_ids`."""
+        return self._tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of a response without special tokens."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        with self._lock:
+            return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
 def stop_token_ids(model_path: Path, of_tokenizer: int | None) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from slimerl.spec.agent import AgentSpec, SingleTurnAgent, check_agent
 from slimerl.spec.algorithm import AlgorithmSpec
 from slimerl.spec.fields import (
     FilePath,
@@ -303,6 +304,7 @@ class RunSpec(Strict):
     rollout: RolloutSpec = RolloutSpec()
     engine: EngineSpec = EngineSpec()
     cluster: ClusterSpec = ClusterSpec()
+    agent: AgentSpec = SingleTurnAgent()
     reward: RewardSpec = MathReward()
     sync: SyncSpec = SyncSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -389,6 +391,7 @@ class RunSpec(Strict):
                 f"a step has {samples} samples, but training.minibatches_per_step * training.parallel.data = "
                 f"{parts} parts want at least one each; raise training.prompts_per_step"
             )
+        check_agent(self.agent, self.uses_engines, self.data.chat_template)
         if self.algorithm.compares_groups and rollout.samples_per_prompt < 2:
             raise ValueError(
                 f"{self.algorithm.name} compares the samples of a prompt: rollout.samples_per_prompt must be at least 2"
