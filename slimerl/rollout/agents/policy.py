@@ -125,6 +125,17 @@ class Policy:
         sample.finish_reason = None
         return True
 
+    def begin(self) -> None:
+        """A request of the sample is about to be sent, here or elsewhere."""
+        if not self._running:
+            self._started()
+
+    def adopt(self, branch: Sample) -> None:
+        """Take over what the policy sampled elsewhere (a program's session), its prompt and finish reason too."""
+        for name in ("prompt_tokens", "response_tokens", "sampled", "behavior_logprobs", "versions", "finish_reason"):
+            setattr(self.sample, name, getattr(branch, name))
+        self._sampled = sum(branch.sampled)
+
     def end(self, reason: str) -> None:
         """Complete the sample where it is."""
         self.sample.finish_reason = reason
@@ -143,8 +154,7 @@ class Policy:
                 f"sample {sample.sample_id}: {sum(sample.sampled)} tokens are marked as sampled, of which the policy "
                 f"sampled {self._sampled}; only policy.turn() may add such tokens, and there must be one"
             )
-        if not self._running:
-            self._started()
+        self.begin()
 
     def _request(self, limit: int | None) -> GenerateRequest:
         request = self.parts.next_request(self.sample)
