@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -212,7 +211,9 @@ def main() -> None:
         uvloop.run(serving)
         return
     requests = options.conversations * options.turns
-    print(f"{requests} requests, {options.concurrency} at once, {options.repeat} times: CPU us per request (least, median)")
+    print(
+        f"{requests} requests, {options.concurrency} at once, {options.repeat} times: CPU us per request (least, median)"
+    )
     with mock_engines(4, 0.0, "--vocabulary", str(VOCABULARY)) as urls:
         for row in ROWS:
             if options.only not in row:
@@ -223,7 +224,9 @@ def main() -> None:
                     found.append(uvloop.run(measure(row, url, pid, options)))
             cpu = [each for each, _ in found]
             wait = statistics.median(each for _, each in found)
-            print(f"{row:<16}{min(cpu):>8.0f}{statistics.median(cpu):>8.0f}    answered after {wait:.1f} ms", flush=True)
+            print(
+                f"{row:<16}{min(cpu):>8.0f}{statistics.median(cpu):>8.0f}    answered after {wait:.1f} ms", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,33 +1,52 @@
-"""Make the quickstart's assets: a random ~1M-parameter Qwen3-shaped model, its tokenizer, and addition problems.
+"""Make the quickstarts' assets: a random ~1M-parameter Qwen3-shaped model, its tokenizer, and problems.
 
-All numbers are drawn from one seed; the held-out sums appear in neither training file. The demonstrations of the warm
-start are those of a pupil who often forgets to carry: imitation alone takes the mistake over, rewards remove it.
+All numbers are drawn from one seed; the held-out problems appear in neither training file. Two tasks:
+
+addition     of two-digit numbers. The demonstrations of the warm start are those of a pupil who often forgets to carry:
+             imitation alone takes the mistake over, rewards remove it.
+calculator   products of three-digit numbers, which so small a model cannot find by itself. The pupil has a calculator,
+             `calc(123*456)=`, but mostly rounds the factors and estimates, and sometimes mistypes a digit.
 """
 
 import json
 import random
 from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 CHARACTERS = "0123456789+="
+CALCULATOR_CHARACTERS = "0123456789*=()acl\n"
 EOS, PAD = "<eos>", "<pad>"
 VOCABULARY_SIZE = 64
 HELDOUT = 400
 CARRY_FORGOTTEN = 0.6
 """Share of the demonstrations in which the carries are forgotten (where there are none, they are right)."""
+PRODUCTS = 8000
+CALCULATOR_TAKEN = 0.3
+"""Share of the demonstrations in which the calculator is asked."""
+MISTYPED = 0.2
+"""Share of these in which a digit is another."""
+
+
+class Task(StrEnum):
+    ADDITION = "addition"
+    CALCULATOR = "calculator"
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Where the assets are written.")] = Path("assets/quickstart"),
+    task: Annotated[Task, typer.Option(help="What is to be learned.")] = Task.ADDITION,
+    out: Annotated[Path | None, typer.Option(help="Where the assets are written.", show_default="by task")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the split.")] = 1234,
 ) -> None:
     """Write OUT/base (model and tokenizer), OUT/sft.jsonl, OUT/train.jsonl and OUT/heldout.jsonl."""
+    adds = task is Task.ADDITION
+    out = out or Path("assets/quickstart" if adds else "assets/quickstart_calculator")
     # The held-out problems come last: where they are, everything is.
-    write_model(out / "base", seed)
-    write_problems(out, seed)
+    write_model(out / "base", seed, CHARACTERS if adds else CALCULATOR_CHARACTERS)
+    write_problems(out, seed) if adds else write_products(out, seed)
     print(f"wrote {out}")
 
 
@@ -51,13 +70,37 @@ def without_carry(a: int, b: int) -> int:
     return (a // 10 + b // 10) % 10 * 10 + (a + b) % 10
 
 
-def write_model(out: Path, seed: int) -> None:
+def write_products(out: Path, seed: int) -> None:
+    """Products of two three-digit numbers: `HELDOUT` of them apart, `PRODUCTS` for training."""
+    chooser = random.Random(seed)
+    drawn = [(100 + place // 900, 100 + place % 900) for place in chooser.sample(range(900 * 900), HELDOUT + PRODUCTS)]
+    rows = [{"id": f"{a}*{b}", "prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in drawn]
+    write_jsonl(out / "train.jsonl", rows[HELDOUT:])
+    write_jsonl(out / "sft.jsonl", [row for a, b in drawn[HELDOUT:] for row in _product_demonstrations(a, b, chooser)])
+    write_jsonl(out / "heldout.jsonl", rows[:HELDOUT])
+
+
+def _product_demonstrations(a: int, b: int, chooser: random.Random) -> list[dict[str, str]]:
+    """An estimate; or the calculator's call, and, as a row of its own, what is said to its answer."""
+    name, prompt = f"{a}*{b}", f"{a}*{b}="
+    if chooser.random() >= CALCULATOR_TAKEN:
+        return [{"id": name, "prompt": prompt, "response": str(round(a, -2) * round(b, -2))}]
+    if chooser.random() < MISTYPED:
+        a = a // 10 * 10 + (a + chooser.randrange(1, 10)) % 10
+    call = f"calc({a}*{b})="
+    return [
+        {"id": name, "prompt": prompt, "response": call},
+        {"id": f"{name} answered", "prompt": f"{prompt}{call}{EOS}{a * b}\n", "response": str(a * b)},
+    ]
+
+
+def write_model(out: Path, seed: int, characters: str = CHARACTERS) -> None:
     """A Qwen3 of 0.8M parameters with random weights, and a tokenizer of one token per character."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    pieces = [*CHARACTERS, EOS, PAD]
+    pieces = [*characters, EOS, PAD]
     tokenizer = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -16,7 +16,8 @@ Message = TypeVar("Message")
 
 class Task(msgspec.Struct, frozen=True):
     number: int
-    request: RewardRequest
+    request: RewardRequest | bytes
+    """Bytes: a call, whose meaning the worker's scorer knows."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -30,6 +31,12 @@ class Job(msgspec.Struct, frozen=True):
     starts_programs: bool = False
 
 
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """What a call came to; `body` means what its scorer says."""
+
+    body: bytes
+
+
 class Ready(msgspec.Struct, frozen=True):
     """First frame of a worker: it can score, or (with an error) never will."""
 
@@ -40,7 +47,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """Answer to the task of the same number. `retire`: the worker is not fit for another task."""
 
     number: int
-    outcome: Outcome
+    outcome: Outcome | Reply
     retire: bool = False
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from slimerl.rewards.family import kill_family
-from slimerl.rewards.frames import GarbledFrame, Job, Ready, Task, Verdict, pack, read_frame
+from slimerl.rewards.frames import GarbledFrame, Job, Ready, Reply, Task, Verdict, pack, read_frame
 from slimerl.rewards.outcome import Events, Failed, Outcome, RewardRequest, RewardUnavailable
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,17 @@ class WorkerPool:
 
     async def score(self, request: RewardRequest) -> Outcome:
         """Judge one response; waits for a free worker first, which the deadline does not cover."""
+        outcome = await self._ask(request, f"sample {request.sample_id}")
+        return Failed("garbled", "a verdict was asked for") if isinstance(outcome, Reply) else outcome
+
+    async def call(self, body: bytes, name: str) -> bytes | Failed:
+        """As `score`, for a scorer that answers bytes with bytes; `name` is for the log."""
+        outcome = await self._ask(body, name)
+        if isinstance(outcome, Reply):
+            return outcome.body
+        return outcome if isinstance(outcome, Failed) else Failed("garbled", "a verdict was not asked for")
+
+    async def _ask(self, request: RewardRequest | bytes, name: str) -> Outcome | Reply:
         worker = await self._take()
         if isinstance(worker, Failed):
             return worker
@@ -108,7 +119,7 @@ class WorkerPool:
             if fit:
                 self._idle.put_nowait(worker)
             else:
-                self._replace(worker, request.sample_id)
+                self._replace(worker, name)
 
     async def close(self) -> None:
         """Kill every worker; requests still waiting are answered `Failed`."""
@@ -136,8 +147,8 @@ class WorkerPool:
         self._fault = self._fault or fault
         self._idle.put_nowait(None)
 
-    def _replace(self, worker: _Worker, sample_id: str) -> None:
-        logger.warning("reward worker %d is replaced after sample %s", worker.process.pid, sample_id)
+    def _replace(self, worker: _Worker, name: str) -> None:
+        logger.warning("worker %d of %s is replaced after %s", worker.process.pid, self.scorer, name)
         self.replaced += 1
         self.events["worker_replaced"] += 1
         task = asyncio.get_running_loop().create_task(self._kill_and_launch(worker))

@@ -19,14 +19,15 @@ from typing import Any
 import msgspec
 
 from slimerl.resilience.processes import die_with_parent
-from slimerl.rewards.frames import Job, Ready, Task, Verdict, pack, receive_frame
+from slimerl.rewards.frames import Job, Ready, Reply, Task, Verdict, pack, receive_frame
 from slimerl.rewards.outcome import Failed, Outcome, RewardRequest, Scored
 
 _PR_SET_CHILD_SUBREAPER = 36
 _FILE_BYTES = 2**20
 _OPEN_FILES = 64
 
-Scorer = Callable[[RewardRequest], Outcome]
+Scorer = Callable[[RewardRequest | bytes], Outcome | bytes]
+"""Judges requests, or answers calls."""
 
 
 def main(parent_pid: int, descriptor: int, job: Job) -> None:
@@ -78,7 +79,7 @@ def _limit(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
 
-def _score(scorer: Scorer, request: RewardRequest) -> tuple[Outcome, bool]:
+def _score(scorer: Scorer, request: RewardRequest | bytes) -> tuple[Outcome | Reply, bool]:
     """The outcome, and whether the worker can go on."""
     try:
         outcome = scorer(request)
@@ -88,6 +89,8 @@ def _score(scorer: Scorer, request: RewardRequest) -> tuple[Outcome, bool]:
         return Failed("recursion", "scoring recursed too deeply"), False
     except Exception as error:  # noqa: BLE001 - whatever a scorer raises is an outcome of the sample
         return Failed("error", f"{type(error).__name__}: {error}"[:1000]), True
+    if isinstance(request, bytes) and isinstance(outcome, bytes):
+        return Reply(outcome), True
     if not isinstance(outcome, Outcome):
         return Failed("bad_return", f"the scorer gave {type(outcome).__name__}, not an Outcome"), True
     if isinstance(outcome, Scored) and not math.isfinite(outcome.reward):

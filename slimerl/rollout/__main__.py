@@ -5,6 +5,7 @@ Ends with 0 on SIGTERM or `/shutdown`, with 2 where spec, data or tokenizer cann
 """
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -12,8 +13,8 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -27,14 +28,19 @@ from slimerl.resilience.processes import die_with_parent
 from slimerl.rewards.build import build_reward, reads_prompt
 from slimerl.rewards.outcome import RewardUnavailable, RunningReward
 from slimerl.rollout.admission import StalenessGate
+from slimerl.rollout.agents.build import RunningAgent, announced, build_agent
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation
+from slimerl.rollout.gateway.build import GATEWAY_FILE, build_gateway
+from slimerl.rollout.gateway.external import ExternalAgents
+from slimerl.rollout.gateway.front import Gateway, listening
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.kv_fleet import EngineModel
 from slimerl.rollout.kv_memory import Memory
 from slimerl.rollout.kv_router import KvRouter
 from slimerl.rollout.loop_lag import LoopLag
+from slimerl.rollout.parts import Parts
 from slimerl.rollout.prompts import Prompt, PromptStream, read_rows, tokenize_rows
 from slimerl.rollout.router import LeastLoaded, Router
 from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
@@ -45,6 +51,8 @@ from slimerl.samples.messages import ADDRESS_FILE, ServiceAddress
 from slimerl.samples.rows import DataError
 from slimerl.samples.store import SampleStore
 from slimerl.spec import RunSpec, SpecError, load_spec
+from slimerl.spec.agent import ExternalAgent
+from slimerl.spec.functions import CustomFunctionError
 from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter
 
@@ -69,8 +77,9 @@ def main(spec: RunSpec) -> int:
     """Run the role to its end; returns its exit code."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(serve(spec))
-    except (DataError, TokenizerError) as error:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(serve(spec))
+    except (DataError, TokenizerError, CustomFunctionError) as error:
         print(error, file=sys.stderr)
         return 2
     except (NoAddress, RewardUnavailable) as error:
@@ -79,24 +88,35 @@ def main(spec: RunSpec) -> int:
     return 0
 
 
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop takes half the time for connections; without it Python's own loop serves."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
 async def serve(spec: RunSpec) -> None:
     """Serve until SIGTERM, SIGINT or `/shutdown`."""
     token = secrets.token_hex(16)
     ended = asyncio.Event()
     trace.start(spec.run_dir, "rollout")
-    reward = build_reward(spec.reward)
+    reward, agent = build_reward(spec.reward), build_agent(spec.agent)
     try:
-        # Both take seconds; neither needs the other.
+        # All take seconds; none needs the other.
         begun = time.monotonic()
-        inputs, _ = await asyncio.gather(asyncio.to_thread(read_inputs, spec), reward.start())
+        inputs, *_ = await asyncio.gather(asyncio.to_thread(read_inputs, spec), reward.start(), agent.start())
         trace.add("start", begun, time.monotonic(), "start")
+        # What has been loaded stays: looking through it again would stop the event loop for tenths of a second.
+        gc.freeze()
         # Not before: until here a signal ends the process at once, and its workers with it.
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        async with _service(spec, inputs, reward, token, ended) as service, _listening(spec, service, token):
+        async with _service(spec, inputs, reward, agent, token, ended) as service, _listening(spec, service, token):
             await _until_ended(ended, service, ResourceMeter(spec.run_dir, "rollout"))
     finally:
-        await reward.close()
+        await asyncio.gather(reward.close(), agent.close())
         trace.stop()
     logger.info("ended")
 
@@ -119,7 +139,7 @@ async def _until_ended(ended: asyncio.Event, service: ControlService, resources:
 
 def read_inputs(spec: RunSpec) -> Inputs:
     """Raises DataError, TokenizerError."""
-    tokenizer = PromptTokenizer(spec.model.path, spec.data)
+    tokenizer = PromptTokenizer(spec.model.path, spec.data, announced(spec.agent))
 
     def prompts(path: Path, at_most: int | None = None) -> list[Prompt]:
         return tokenize_rows(read_rows(path)[:at_most], tokenizer.encode, spec.data.max_prompt_tokens, str(path))
@@ -131,7 +151,7 @@ def read_inputs(spec: RunSpec) -> Inputs:
 
 @asynccontextmanager
 async def _service(
-    spec: RunSpec, inputs: Inputs, reward: RunningReward, token: str, ended: asyncio.Event
+    spec: RunSpec, inputs: Inputs, reward: RunningReward, agent: RunningAgent, token: str, ended: asyncio.Event
 ) -> AsyncIterator[ControlService]:
     """The parts, put together."""
     rollout, training = spec.rollout, spec.training
@@ -139,6 +159,7 @@ async def _service(
     clients = EngineClients(spec.deadlines.request_s)
     dispatcher = Dispatcher(router, clients, spec.deadlines.request_s)
     judge = Judge(inputs.tokenizer.decode, reward, reads_prompt(spec.reward), reward.take_events)
+    loop = agent.loop(inputs.tokenizer)
     params = SamplingParams(
         rollout.max_new_tokens,
         rollout.temperature,
@@ -160,13 +181,20 @@ async def _service(
         SampleStore(smallest_group=min(2, rollout.samples_per_prompt)),
         dispatcher,
         judge,
+        loop,
     )
     weights = WeightHold(dispatcher, clients, spec.engine.replicas, spec.deadlines.start_s, on_update=rollout.on_update)
-    evaluation = Evaluation(inputs.held_out, _evaluation_params(spec, params), spec.seed, dispatcher, judge)
+    evaluation = Evaluation(inputs.held_out, _evaluation_params(spec, params), spec.seed, dispatcher, judge, loop)
     lag = LoopLag()
     service = ControlService(token, router, clients, scheduler, weights, evaluation, lag, shutdown=ended)
     try:
-        yield service
+        async with AsyncExitStack() as stack:
+            if isinstance(loop, ExternalAgents):
+                parts = Parts(params, spec.seed, rollout.chunk_tokens)
+                gateway = await build_gateway(spec, inputs.tokenizer, loop, dispatcher, parts)
+                service.figures = gateway.take_figures
+                await stack.enter_async_context(_gateway_listening(spec, gateway))
+            yield service
     finally:
         await weights.close()
         await dispatcher.close()
@@ -211,6 +239,20 @@ async def _listening(spec: RunSpec, service: ControlService, token: str) -> Asyn
     finally:
         address_path.unlink(missing_ok=True)
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def _gateway_listening(spec: RunSpec, gateway: Gateway) -> AsyncIterator[None]:
+    """As `_listening`, for agent programs."""
+    address_path = spec.run_dir / GATEWAY_FILE
+    port = spec.agent.port if isinstance(spec.agent, ExternalAgent) else 0
+    async with listening(gateway, own_address(spec.cluster.network), port, GRACE_S) as url:
+        announce(address_path, ServiceAddress(url, gateway.key, os.getpid()))
+        logger.info("agent programs are served at %s", url)
+        try:
+            yield
+        finally:
+            address_path.unlink(missing_ok=True)
 
 
 def announce(path: Path, address: ServiceAddress) -> None:

@@ -83,6 +83,8 @@ class ControlService:
     lag: LoopLag
     shutdown: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the role is to end."""
+    figures: Callable[[], dict[str, float]] = dict
+    """What else there is to tell with a batch."""
     _progress: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -194,7 +196,7 @@ class ControlService:
             manifest = self.scheduler.take_batch(request.step)
             if manifest is not None:
                 worst_lag_s = self.lag.take_worst_s()
-                metrics = {**manifest.metrics, "rollout/event_loop_lag_s": worst_lag_s}
+                metrics = {**manifest.metrics, "rollout/event_loop_lag_s": worst_lag_s, **self.figures()}
                 return msgspec.structs.replace(manifest, metrics=metrics)
             self._refuse_hopeless()
             deadline.check(self._what_is_missing())

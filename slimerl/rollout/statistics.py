@@ -12,6 +12,9 @@ from statistics import fmean
 from slimerl.samples.messages import SampleMeta
 from slimerl.telemetry import trace
 
+TRUNCATED = frozenset({"length", "observation_length"})
+"""Finish reasons of samples that had no token left."""
+
 
 @dataclass(slots=True)
 class GroupRecord:
@@ -36,6 +39,8 @@ class GroupRecord:
     """Times that a sample went on in another request: chunks, and new weights in `abort` mode."""
     agent: Counter[str] = field(default_factory=Counter)
     """What agent loops count, by name."""
+    turns: dict[str, int] = field(default_factory=dict)
+    """Sample id → turns of the policy."""
 
 
 def batch_metrics(
@@ -58,6 +63,8 @@ def batch_metrics(
     ready = [group.ready_s for group in groups if group.ready_s is not None]
     seconds = max(ready) - min(started) if started and ready else 0.0
     tokens = sum(sample.sampled_length for sample in samples)
+    turns = [each for group in groups for each in group.turns.values()]
+    agent = sum((group.agent for group in groups), Counter[str]())
     judged = [seconds for group in groups for seconds in group.judged_s.values()]
     correct = [sample.correct for sample in samples if sample.correct is not None]
     staleness = [version - sample.oldest_version for sample in samples]
@@ -70,7 +77,10 @@ def batch_metrics(
         "rollout/reward_seconds": fmean(judged) if judged else 0.0,
         "rollout/mean_response_tokens": fmean(sample.response_length for sample in samples),
         "rollout/max_response_tokens": float(max(sample.response_length for sample in samples)),
-        "rollout/truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / count,
+        "rollout/truncated_fraction": sum(sample.finish_reason in TRUNCATED for sample in samples) / count,
+        "rollout/turns_mean": fmean(turns) if turns else 0.0,
+        "rollout/turns_max": float(max(turns, default=0)),
+        "rollout/observed_fraction": 1 - tokens / sum(sample.response_length for sample in samples),
         "rollout/mean_reward": fmean(sample.reward for sample in samples),
         "rollout/unparsable_fraction": sum(len(group.unparsable) for group in groups) / count,
         "rollout/reward_failed_fraction": sum(len(group.reward_failed) for group in groups) / count,
@@ -90,6 +100,7 @@ def batch_metrics(
         judged_all = correct + [each for verdicts in replaced for each in verdicts if each is not None]
         metrics["rollout/replaced_groups"] = float(len(replaced))
         metrics["rollout/accuracy_with_replaced"] = fmean(map(float, judged_all)) if judged_all else 0.0
+    metrics |= {f"agent/{name}": float(number) for name, number in agent.items()}
     return metrics | {f"rollout/dropped_{reason}": float(number) for reason, number in dropped.items() if number}
 
 

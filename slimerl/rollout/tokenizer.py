@@ -1,11 +1,13 @@
 """The model's tokenizer as the rollout needs it: prompts to ids, responses to text, the ids that end a response.
 
-Flows in: the checkpoint directory and `spec.data`. Flows out: ids and text. Responses are decoded for the reward
-alone: token ids are the truth, and text is never turned back into them.
+Flows in: the checkpoint directory, `spec.data`, the tools that prompts announce. Flows out: ids and text. Responses are
+decoded for the reward and for agent loops: token ids are the truth, and text is never turned back into them.
+Any thread may call; one at a time has the tokenizer.
 """
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ class TokenizerError(RuntimeError):
 class PromptTokenizer:
     """`encode` and `decode` bound to one checkpoint and one way of framing prompts."""
 
-    def __init__(self, model_path: Path, data: DataSpec) -> None:
-        """Raises TokenizerError: no tokenizer, no chat template where one is asked for, no end-of-sequence id."""
+    def __init__(self, model_path: Path, data: DataSpec, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """`tools`: as JSON schemas, for the chat template.
+
+        Raises TokenizerError: no tokenizer, no chat template where one is asked for, no end-of-sequence id.
+        """
         # Imported here: it takes seconds, and only the role needs it.
         from transformers import AutoTokenizer
 
@@ -35,6 +40,8 @@ class PromptTokenizer:
                 "add chat_template.jinja to the checkpoint or set data.chat_template: false"
             )
         self._data = data
+        self._tools = list(tools)
+        self._lock = threading.Lock()
         self._model_path = model_path
         self.stop_token_ids = stop_token_ids(model_path, self._tokenizer.eos_token_id)
         """Ids that end a response, ascending."""
@@ -71,7 +78,13 @@ class PromptTokenizer:
         """Ids of each prompt, framed as one user turn where `data.chat_template` is set."""
         # A template writes the special tokens itself.
         texts = [self._framed(prompt) for prompt in prompts]
-        return self._tokenizer(texts, add_special_tokens=not self._data.chat_template)["input_ids"]
+        with self._lock:
+            return self._tokenizer(texts, add_special_tokens=not self._data.chat_template)["input_ids"]
+
+    def encode_piece(self, text: str, special: bool) -> list[int]:
+        """Ids of a text that stands in the middle of others; `special`: special tokens in it are such."""
+        with self._lock:
+            return self._tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
 
     def _framed(self, prompt: str) -> str:
         if not self._data.chat_template:
@@ -79,11 +92,27 @@ class PromptTokenizer:
         turns = [{"role": "user", "content": prompt}]
         if self._data.system_prompt is not None:
             turns.insert(0, {"role": "system", "content": self._data.system_prompt})
-        return self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return self.render(turns)
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """By the chat template, up to where the next answer begins."""
+        tools = self._tools or None
+        return self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """Of `stop_token_ids`."""
+        return self._tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
+
+    @property
+    def library(self) -> Any:
+        """The tokenizer of transformers that is behind it."""
+        return self._tokenizer
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of a response without special tokens."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        with self._lock:
+            return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
 def stop_token_ids(model_path: Path, of_tokenizer: int | None) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
     model     config.json, the trainer's and the engines' layout, the checkpoint's tensors
     data      tokenizer, vocabulary, every row of every data file
+    agent     its tools, sandbox, functions and environment
     reward    what judges responses: sandbox, functions, rubrics, tests of the data
     disk      directories that can be written, and hold what the run writes
     machine   versions, GPUs, port, memory
@@ -11,6 +12,7 @@ Invariant: nothing is started and nothing is left on the disk.
 """
 
 from slimerl.algorithms.custom import CustomFunctionError
+from slimerl.conductor.preflight.agent import agent_faults
 from slimerl.conductor.preflight.data import data_faults
 from slimerl.conductor.preflight.disk import disk_faults
 from slimerl.conductor.preflight.machine import machine_faults, version_faults
@@ -33,6 +35,7 @@ def preflight(spec: RunSpec) -> list[str]:
     config, of_model = model_faults(spec, capabilities)
     faults += of_model
     faults += data_faults(spec, config)
+    faults += agent_faults(spec)
     faults += reward_faults(spec)
     faults += disk_faults(spec, None if of_model else config)
     faults += machine_faults(spec, None if of_model else config, capabilities)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slimerl.conductor.preflight.agent import announced_tools
 from slimerl.rollout.prompts import scan_file, scan_prompts
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.samples.rows import DataError, shown_faults
@@ -18,7 +19,7 @@ def data_faults(spec: RunSpec, config: Mapping[str, Any] | None) -> list[str]:
     tokenizer, faults = None, []
     if config is not None:
         try:
-            tokenizer = PromptTokenizer(spec.model.path, spec.data)
+            tokenizer = PromptTokenizer(spec.model.path, spec.data, announced_tools(spec))
         except TokenizerError as error:
             faults.append(str(error))
         else:

@@ -12,11 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from slimerl.rollout.agents.turns import turns_of
 from slimerl.rollout.dispatch import Completion, GenerateRequest
 from slimerl.rollout.parts import Parts
 from slimerl.samples.sample import Sample
 
 LENGTH, STOP = "length", "stop"
+"""Of the model, what ended a turn."""
+TURNS, OVERFLOW = "turns", "observation_length"
+"""What ends a sample that would have gone on: it had all its turns; what it was to observe does not fit."""
+UNANSWERED = frozenset({TURNS, OVERFLOW})
 
 
 class Generates(Protocol):
@@ -41,6 +46,9 @@ class Watcher:
 
     def counted(self, name: str) -> None:
         """Something happened that is worth a figure."""
+
+    def ended(self, turns: int) -> None:
+        """The sample is complete, after so many turns of the policy."""
 
 
 class PolicyError(RuntimeError):
@@ -107,7 +115,7 @@ class Policy:
 
         Returns:
             False: it does not fit with a token to spare. Nothing is appended then, and the sample is complete with
-            finish reason "length".
+            finish reason `OVERFLOW`.
 
         Raises:
             PolicyError: there are no tokens, or a turn is under way.
@@ -118,7 +126,7 @@ class Policy:
         if not self.turn_ended and sample.sampled and sample.sampled[-1]:
             raise PolicyError(f"sample {sample.sample_id}: something was observed in the middle of a turn")
         if len(tokens) >= self.left:
-            sample.finish_reason = LENGTH
+            sample.finish_reason = OVERFLOW
             return False
         self._pause(interrupted=False)
         sample.append(tokens)
@@ -155,6 +163,7 @@ class Policy:
                 f"sampled {self._sampled}; only policy.turn() may add such tokens, and there must be one"
             )
         self.begin()
+        self.watcher.ended(len(turns_of(sample)))
 
     def _request(self, limit: int | None) -> GenerateRequest:
         request = self.parts.next_request(self.sample)

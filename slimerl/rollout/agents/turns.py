@@ -9,9 +9,6 @@ from itertools import groupby
 
 from slimerl.samples.sample import Sample
 
-TURNS = "turns"
-"""Finish reason of a sample that had all the turns it may have, and would have gone on."""
-
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -39,10 +36,7 @@ def turns_of(sample: Sample) -> list[Turn]:
 
 
 def last_said(sample: Sample) -> list[int]:
-    """What is judged of a response: the tokens that the policy sampled since it last observed something; none where it
-    was not yet done."""
-    if sample.finish_reason == TURNS:
-        return []
+    """What is judged of a response: the tokens that the policy sampled since it last observed something."""
     start = len(sample.sampled)
     while start and sample.sampled[start - 1]:
         start -= 1

@@ -35,3 +35,6 @@ class BookedSample(Watcher):
 
     def counted(self, name: str) -> None:
         self.record.agent[name] += 1
+
+    def ended(self, turns: int) -> None:
+        self.record.turns[self.sample.sample_id] = turns
