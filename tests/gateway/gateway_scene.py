@@ -35,9 +35,9 @@ TEMPLATE = (
     # as published templates do: what was thought before the last question is not shown again
     "{% if '</think>' in m.content and not loop.last %}{{ m.content.split('</think>')[-1] }}"
     "{% else %}{{ m.content }}{% endif %}"
-    "{% for call in m.tool_calls or [] %}\n<tool_call>\n"
+    "{% for call in m.tool_calls or [] %}{{ '\\n<tool_call>\\n' }}"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{{ '\\n</tool_call>' }}{% endfor %}<|im_end|>\n"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if quiet %}<think></think>{% endif %}{% endif %}"
