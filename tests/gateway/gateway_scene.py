@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import aiohttp
+import httpx
 import openai
 from fake_engine import FakeEngine
 from scene import PATIENCE_S, SEED, Scene, rollout
@@ -70,6 +71,8 @@ class Front:
     gateway: Gateway
     url: str
     http: aiohttp.ClientSession
+    openai_http: openai.DefaultAsyncHttpxClient
+    """Of all its clients: each of its own would load certificates."""
 
     @property
     def external(self) -> ExternalAgents:
@@ -81,7 +84,9 @@ class Front:
 
     def client(self, session: str = "", **options: Any) -> openai.AsyncOpenAI:
         key = f"{KEY}:{session}" if session else KEY
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=self.openai_http, **options
+        )
 
     async def post(self, path: str, body: dict[str, Any], session: str = "", key: str = KEY) -> tuple[int, Any]:
         """Status and JSON."""
@@ -122,9 +127,14 @@ async def gateway_scene(
         sampler = TurnSampler(scene.scheduler.dispatcher, external.sessions, scene.scheduler._parts, 1000, request_s)
         texts = {(False, f"p{number}"): f"question {number}" for number in range(16)}
         gateway = Gateway(KEY, Desk(external, sampler, model_text(), 1.0, "policy"), texts)
-        async with listening(gateway, "127.0.0.1", 0, 0.2) as url, aiohttp.ClientSession() as http:
+        scene.service.figures = gateway.take_figures
+        async with (
+            listening(gateway, "127.0.0.1", 0, 0.2) as url,
+            aiohttp.ClientSession() as http,
+            openai.DefaultAsyncHttpxClient(limits=httpx.Limits(max_connections=None)) as openai_http,
+        ):
             await scene.serve(0)
-            yield Front(scene, gateway, url, http)
+            yield Front(scene, gateway, url, http, openai_http)
 
 
 def play(act: Callable[[Front], Any], **options: Any) -> None:
