@@ -14,7 +14,6 @@ a process of its own; its CPU time is what the operating system counted. Rows:
 
 import argparse
 import asyncio
-import gc
 import itertools
 import os
 import statistics
@@ -35,6 +34,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from slimerl.engine.protocol import SamplingParams
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients
+from slimerl.rollout.full_collections import defer_full_collections
 from slimerl.rollout.gateway.desk import Desk
 from slimerl.rollout.gateway.external import ExternalAgents
 from slimerl.rollout.gateway.front import Gateway, listening
@@ -88,7 +88,7 @@ async def serve_gateway(model: str, urls: list[str]) -> None:
     sampler = TurnSampler(Dispatcher(router, clients, REQUEST_S), external.sessions, parts, 1 << 20, REQUEST_S)
     gateway = Gateway(KEY, Desk(external, sampler, model_text(model), 1.0, "bench"), {})
     async with listening(gateway, "127.0.0.1", 0, 0.1) as url:
-        gc.freeze()  # as the rollout role does
+        defer_full_collections()
         print(url, flush=True)
         await asyncio.Event().wait()
 

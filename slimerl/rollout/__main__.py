@@ -5,7 +5,6 @@ Ends with 0 on SIGTERM or `/shutdown`, with 2 where spec, data or tokenizer cann
 """
 
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -32,6 +31,7 @@ from slimerl.rollout.agents.build import RunningAgent, announced, build_agent
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation
+from slimerl.rollout.full_collections import defer_full_collections
 from slimerl.rollout.gateway.build import GATEWAY_FILE, build_gateway
 from slimerl.rollout.gateway.external import ExternalAgents
 from slimerl.rollout.gateway.front import Gateway, listening
@@ -108,8 +108,7 @@ async def serve(spec: RunSpec) -> None:
         begun = time.monotonic()
         inputs, *_ = await asyncio.gather(asyncio.to_thread(read_inputs, spec), reward.start(), agent.start())
         trace.add("start", begun, time.monotonic(), "start")
-        # What has been loaded stays: looking through it again would stop the event loop for tenths of a second.
-        gc.freeze()
+        defer_full_collections()
         # Not before: until here a signal ends the process at once, and its workers with it.
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)

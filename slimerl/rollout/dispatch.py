@@ -32,6 +32,9 @@ RETRY_DELAYS_S = (0.1, 0.5)
 SUSPECT_AFTER = 3
 """Failures in a row after which an engine is asked whether it is healthy."""
 PROBE_S = 5.0
+GRANTED_AT_ONCE = 32
+"""Slots; thousands may come free in one moment, after a weight update, and each request that goes out takes its time:
+between so many of them the event loop does what else there is to do."""
 _NAMED = 8
 """Requests that an error names at most."""
 
@@ -98,6 +101,8 @@ class Dispatcher:
     _probes: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _asking: dict[str, "set[asyncio.Task[Generation]]"] = field(default_factory=lambda: defaultdict(set))
     """Requests under way, by engine."""
+    _granting: asyncio.Handle | None = None
+    """Of the rest that `_grant` has left."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(
@@ -209,11 +214,12 @@ class Dispatcher:
 
     def _grant(self) -> None:
         """Slots for those who wait, oldest first, urgent ones before all."""
-        if self._held:
+        if self._held or self._granting is not None:
             return
+        granted = 0
         for lane in (self._urgent, self._waiting):
             skipped: list[_Waiter] = []
-            while lane:
+            while lane and granted < GRANTED_AT_ONCE:
                 waiter = lane.popleft()
                 if waiter.slot.done():
                     continue
@@ -221,12 +227,19 @@ class Dispatcher:
                 if engine_id is not None:
                     waiter.slot.set_result(self.router.reserve(engine_id, waiter.query))
                     self.in_flight += 1
+                    granted += 1
                     continue
                 skipped.append(waiter)
                 # One that avoids an engine must not keep others from it.
                 if not waiter.query.avoid:
                     break
             lane.extendleft(reversed(skipped))
+        if granted == GRANTED_AT_ONCE:
+            self._granting = asyncio.get_running_loop().call_soon(self._grant_rest)
+
+    def _grant_rest(self) -> None:
+        self._granting = None
+        self._grant()
 
     def _release(self, slot: Reservation, generated: int = 0) -> None:
         self.router.end(slot, generated)

@@ -20,6 +20,7 @@ from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.rollout.admission import GateError
 from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation, EvaluationError
+from slimerl.rollout.full_collections import collect_soon
 from slimerl.rollout.loop_lag import LoopLag
 from slimerl.rollout.router import Router, RouterError
 from slimerl.rollout.scheduler import RolloutStopped, Scheduler
@@ -174,7 +175,9 @@ class ControlService:
         )
 
     async def _hold(self, request: web.Request) -> web.Response:
-        return _answer(await self.weights.hold(await _message(request, HoldRequest)))
+        reply = await self.weights.hold(await _message(request, HoldRequest))
+        collect_soon()
+        return _answer(reply)
 
     async def _release(self, request: web.Request) -> web.Response:
         """Answers with the `Status` after it."""

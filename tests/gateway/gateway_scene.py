@@ -111,13 +111,15 @@ async def gateway_scene(
     answer: Callable[[Sequence[int], int], list[int]] | None = None,
     silent_s: float = PATIENCE_S,
     request_s: float = PATIENCE_S,
+    engine_s: float = PATIENCE_S,
     max_new_tokens: int = 2000,
     branch: str = "finished",
     sessions: Sessions | None = None,
     **options: Any,
 ) -> AsyncIterator[Front]:
-    """Serving version 0; what the scheduler admits are tasks for programs."""
-    async with rollout(max_new_tokens=max_new_tokens, **options) as scene:
+    """Serving version 0; what the scheduler admits are tasks for programs. `request_s`: for a turn; `engine_s`: for an
+    engine's answer."""
+    async with rollout(max_new_tokens=max_new_tokens, request_s=engine_s, **options) as scene:
         for engine in scene.engines:
             engine.answer = answer or saying(lambda prompt, seed: f"reply {seed % 1000}")
         params = SamplingParams(max_new_tokens, stop_token_ids=(1, END))

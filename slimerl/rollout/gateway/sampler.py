@@ -125,13 +125,12 @@ class TurnSampler:
                 task.policy.begin()
             async with asyncio.timeout(self.request_s):
                 answer.finish_reason = await policy.turn()
-        except TimeoutError:
+        except BaseException as error:
             session.abandon(turn)
-            raise ApiError(
-                504, "deadline", f"no engine had answered after {self.request_s:g} s (deadlines.batch_s)"
-            ) from None
-        except BaseException:
-            session.abandon(turn)
+            self.sessions.grown(session)
+            if isinstance(error, TimeoutError):
+                late = f"no engine had answered after {self.request_s:g} s (deadlines.batch_s)"
+                raise ApiError(504, "deadline", late) from None
             raise
         session.complete(turn, sample.response_tokens, sample.behavior_logprobs, sample.versions, answer.finish_reason)
         self.sessions.grown(session)
