@@ -100,6 +100,11 @@ class PromptTokenizer:
         return self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
 
     @property
+    def has_turns(self) -> bool:
+        """Prompts are turns of a conversation."""
+        return self._data.chat_template
+
+    @property
     def stop_texts(self) -> list[str]:
         """Of `stop_token_ids`."""
         return self._tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))

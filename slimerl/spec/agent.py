@@ -4,20 +4,34 @@ Flows in: the section's keys. Flows out: an `AgentSpec`.
 Invariant: a variant has the keys that its kind reads and no others; a key of another kind is refused with its name.
 """
 
+import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from slimerl.spec.fields import Positive, Seconds, Strict, Workers, tuple_from_list
 from slimerl.spec.functions import ImportPath
 
 DEFAULT_KIND = "single_turn"
 
-BUILT_IN_TOOLS = ("calc", "python")
-ADAPTERS = ("reasoning_gym", "verifiers")
+TOOLS = ("calc", "python")
+ENVIRONMENTS = ("reasoning_gym", "verifiers")
 
-ToolName = Annotated[str, Field(pattern=r"^(calc|python|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
-EnvironmentName = Annotated[str, Field(pattern=r"^(reasoning_gym|verifiers|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
+
+def _known_or_function(what: str, known: tuple[str, ...]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in known and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+            raise ValueError(
+                f"there is no {what} '{name}'; choose one of {', '.join(known)}, or name a function of yours as "
+                "package.module:function"
+            )
+        return name
+
+    return AfterValidator(check)
+
+
+ToolName = Annotated[str, _known_or_function("tool", TOOLS)]
+EnvironmentName = Annotated[str, _known_or_function("environment", ENVIRONMENTS)]
 
 
 class AnyAgent(Strict):
@@ -29,7 +43,9 @@ class AnyAgent(Strict):
         for key in given if isinstance(given, dict) else ():
             others = [kind_of(each) for each in KINDS if key in each.model_fields]
             if key not in cls.model_fields and others:
-                raise ValueError(f"kind {kind_of(cls)} does not read '{key}', which belongs to {' and '.join(others)}")
+                raise ValueError(
+                    f"kind {kind_of(cls)} does not read '{key}', which belongs to {' and '.join(others)}; drop it"
+                )
         return given
 
 
@@ -89,6 +105,8 @@ class EnvironmentAgent(_InTurns):
     """reasoning_gym, verifiers, or `package.module:function`, which makes an environment from `options`; see
     `slimerl/environments/environment.py`."""
     options: dict[str, Any] = Field(default_factory=dict)
+    episodes_per_call: Positive = 64
+    """Episodes that wait at the same time are stepped together, so many at most; `timeout_s` is for them all."""
     reward: Literal["final", "sum"] = "final"
     """Of an episode: that of its last step, or of all."""
 
@@ -135,3 +153,17 @@ KINDS: tuple[type[AnyAgent], ...] = (SingleTurnAgent, ToolsAgent, EnvironmentAge
 def kind_of(model: type[AnyAgent]) -> str:
     (kind,) = get_args(model.model_fields["kind"].annotation)
     return kind
+
+
+def check_agent(agent: AnyAgent, samples_responses: bool, chat_template: bool) -> None:
+    """Raises ValueError: it does not fit the rest of the spec."""
+    if not samples_responses and not isinstance(agent, SingleTurnAgent):
+        raise ValueError(
+            f"agent.kind {kind_of(type(agent))} continues responses, and the algorithm samples none; drop the section "
+            "agent"
+        )
+    if isinstance(agent, ToolsAgent) and agent.format == "hermes" and not chat_template:
+        raise ValueError(
+            "agent.format hermes takes the form of tools' messages from the chat template: set data.chat_template: "
+            "true, or agent.format: plain"
+        )

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from slimerl.spec.agent import AgentSpec, SingleTurnAgent, ToolsAgent
+from slimerl.spec.agent import AgentSpec, SingleTurnAgent, check_agent
 from slimerl.spec.algorithm import AlgorithmSpec
 from slimerl.spec.fields import (
     FilePath,
@@ -369,16 +369,7 @@ class RunSpec(Strict):
                 f"a step has {samples} samples, but training.minibatches_per_step * training.parallel.data = "
                 f"{parts} parts want at least one each; raise training.prompts_per_step"
             )
-        if not self.uses_engines and not isinstance(self.agent, SingleTurnAgent):
-            raise ValueError(
-                f"{self.algorithm.name} samples no responses, so that agent.kind {self.agent.kind} does nothing; drop "
-                "the section agent"
-            )
-        if isinstance(self.agent, ToolsAgent) and self.agent.format == "hermes" and not self.data.chat_template:
-            raise ValueError(
-                "agent.format hermes takes the form of tool messages from the chat template: set data.chat_template: "
-                "true, or agent.format: plain"
-            )
+        check_agent(self.agent, self.uses_engines, self.data.chat_template)
         if self.algorithm.compares_groups and rollout.samples_per_prompt < 2:
             raise ValueError(
                 f"{self.algorithm.name} compares the samples of a prompt: rollout.samples_per_prompt must be at least 2"

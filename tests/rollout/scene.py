@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fake_engine import FakeEngine
 
 from slimerl.engine.protocol import SamplingParams
 from slimerl.rewards.outcome import Outcome, RewardRequest, Scored
 from slimerl.rollout.admission import StalenessGate
+from slimerl.rollout.agents.loop import AgentLoop, SingleTurn
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation
@@ -94,6 +95,7 @@ async def rollout(
     dynamic_sampling_rounds: int = 0,
     chunk_tokens: int | None = None,
     on_update: str = "retract",
+    agent: AgentLoop | None = None,
 ) -> AsyncIterator[Scene]:
     """Running, with its engines joined but nothing released yet."""
     async with AsyncExitStack() as stack:
@@ -111,10 +113,15 @@ async def rollout(
             SampleStore(smallest_group=min(2, size)),
             dispatcher,
             judge,
+            agent or SingleTurn(),
         )
         weights = WeightHold(dispatcher, clients, engines_expected=engines, start_s=PATIENCE_S, on_update=on_update)
         held_out = [Prompt(f"h{number}", (20, number), str(number)) for number in range(6)]
-        evaluation = Evaluation(held_out, SamplingParams(max_new_tokens, 0.0), SEED, dispatcher, judge)
+        evaluation = Evaluation(
+            held_out, SamplingParams(max_new_tokens, 0.0, stop_token_ids=(2,)), SEED, dispatcher, judge
+        )
+        if agent is not None:
+            evaluation = replace(evaluation, agent=agent)
         service = ControlService("token", router, clients, scheduler, weights, evaluation, lag or LoopLag())
         for fake in fakes:
             clients.add(fake.info)

@@ -3,16 +3,18 @@
 Flows in: the spec. Flows out: faults by key. Functions are really loaded, and a sandbox is really made.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from slimerl.conductor.preflight.reward import sandbox_trouble
+from slimerl.environments.made import load_maker
 from slimerl.environments.tool_worker import describe
-from slimerl.rollout.agents.build import announced, load_loop, tool_format
+from slimerl.rollout.agents.build import announced, environment_frames, load_loop, tool_format
 from slimerl.rollout.gateway.build import checked_text
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.spec import RunSpec
-from slimerl.spec.agent import ExternalAgent, FunctionAgent, ToolsAgent
+from slimerl.spec.agent import EnvironmentAgent, ExternalAgent, FunctionAgent, ToolsAgent
 from slimerl.spec.functions import CustomFunctionError
 
 
@@ -37,21 +39,27 @@ def _faults(spec: RunSpec) -> Iterator[str]:
     if isinstance(agent, FunctionAgent):
         load_loop(agent.function)
     if isinstance(agent, ExternalAgent):
-        try:
-            checked_text(PromptTokenizer(spec.model.path, spec.data))
-        except TokenizerError as error:
-            yield str(error)
+        yield from _template_faults(spec, checked_text)
+    if isinstance(agent, EnvironmentAgent):
+        load_maker(agent.environment, agent.options)
+        yield from _template_faults(spec, environment_frames)
     if isinstance(agent, ToolsAgent):
         descriptions = [describe(tool) for tool in agent.tools]
         trouble = sandbox_trouble() if "python" in agent.tools else None
         if trouble is not None:
             yield f"agent.tools: python is refused, since programs of the model would run without a sandbox: {trouble}"
-        if agent.format == "hermes":
-            try:
-                tokenizer = PromptTokenizer(spec.model.path, spec.data)
-            except TokenizerError:
-                return  # told of the data
-            try:
-                tool_format(agent, descriptions, tokenizer)
-            except TokenizerError as error:
-                yield str(error)
+        yield from _template_faults(spec, partial(tool_format, agent, descriptions))
+
+
+def _template_faults(spec: RunSpec, frame: Callable[[PromptTokenizer], Any]) -> Iterator[str]:
+    # programs have prompts of their own, whatever those of the data are like
+    if not spec.data.chat_template and not isinstance(spec.agent, ExternalAgent):
+        return
+    try:
+        tokenizer = PromptTokenizer(spec.model.path, spec.data)
+    except TokenizerError:
+        return  # told of the data
+    try:
+        frame(tokenizer)
+    except TokenizerError as error:
+        yield str(error)

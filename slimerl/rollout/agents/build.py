@@ -9,21 +9,30 @@ from inspect import iscoroutinefunction
 from typing import Any, Protocol
 
 from slimerl.environments.calls import ToolDescription
+from slimerl.environments.episodes import EpisodePool
 from slimerl.environments.tool_worker import describe
 from slimerl.environments.toolbox import Toolbox
 from slimerl.rewards.outcome import Outcome
 from slimerl.rollout.agents.chat_frames import ChatFrames, NoFrame
+from slimerl.rollout.agents.environment_loop import EnvironmentLoop, Frame
 from slimerl.rollout.agents.formats import HermesFormat, PlainFormat, ToolFormat
 from slimerl.rollout.agents.loop import AgentLoop, SingleTurn
 from slimerl.rollout.agents.policy import Policy
-from slimerl.rollout.agents.texts import Texts
+from slimerl.rollout.agents.texts import Foreign, Piece, Texts
 from slimerl.rollout.agents.tool_loop import ToolLoop
 from slimerl.rollout.gateway.external import ExternalAgents
 from slimerl.rollout.gateway.sessions import Sessions
 from slimerl.rollout.prompts import Prompt
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.samples.sample import Sample
-from slimerl.spec.agent import AnyAgent, ExternalAgent, FunctionAgent, SingleTurnAgent, ToolsAgent
+from slimerl.spec.agent import (
+    AnyAgent,
+    EnvironmentAgent,
+    ExternalAgent,
+    FunctionAgent,
+    SingleTurnAgent,
+    ToolsAgent,
+)
 from slimerl.spec.functions import CustomFunctionError, load_function
 
 PARAMETERS = ("policy", "sample", "prompt", "texts")
@@ -70,12 +79,18 @@ class RunningAgent:
         if isinstance(self.spec, ToolsAgent) and isinstance(self.service, Toolbox):
             form = tool_format(self.spec, self.service.descriptions, tokenizer)
             return ToolLoop(self.service, form, self._texts, self.spec.max_turns)
+        if isinstance(self.spec, EnvironmentAgent) and isinstance(self.service, EpisodePool):
+            frame, opening = environment_frames(tokenizer)
+            turns, reward = self.spec.max_turns, self.spec.reward
+            return EnvironmentLoop(self.service, self._texts, frame, opening, turns, reward)
         raise AssertionError(f"no agent of kind {self.spec}")
 
 
 def build_agent(spec: AnyAgent) -> RunningAgent:
     """Raises CustomFunctionError."""
-    return RunningAgent(spec, Toolbox.of(spec) if isinstance(spec, ToolsAgent) else None)
+    if isinstance(spec, ToolsAgent):
+        return RunningAgent(spec, Toolbox.of(spec))
+    return RunningAgent(spec, EpisodePool.of(spec) if isinstance(spec, EnvironmentAgent) else None)
 
 
 def announced(spec: AnyAgent) -> list[Mapping[str, Any]]:
@@ -94,6 +109,26 @@ def tool_format(spec: ToolsAgent, tools: Sequence[ToolDescription], tokenizer: P
     except NoFrame as error:
         raise TokenizerError(f"agent.format hermes: {error}; take another template, or agent.format: plain") from error
     return HermesFormat.of(tools, frames.around)
+
+
+def environment_frames(tokenizer: PromptTokenizer) -> tuple[Frame, Frame | None]:
+    """Of observations, and of the one before the first action: with a chat template, turns of the user's, else lines.
+
+    Raises:
+        TokenizerError: the chat template takes no second turn of the user's.
+    """
+    if not tokenizer.has_turns:
+        return _line, _line
+    try:
+        frames = ChatFrames(tokenizer.render, tokenizer.stop_texts, role="user")
+    except NoFrame as error:
+        raise TokenizerError(f"agent.kind environment: {error}; take another template, or none") from error
+    before, behind = frames.around(1)
+    return lambda text: [before, Foreign(text), behind], None
+
+
+def _line(text: str) -> list[Piece]:
+    return [Foreign(text), "\n"]
 
 
 class FunctionLoop:

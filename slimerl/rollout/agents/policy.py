@@ -66,7 +66,8 @@ class Policy:
     urgent: bool = False
     label: str = ""
     _running: bool = field(default=False, init=False)
-    _sent: tuple[int, ...] = field(default=(), init=False)
+    _known: tuple[int, ...] = field(default=(), init=False)
+    """To engines: what they were last sent, and what they answered."""
     _sampled: int = field(init=False)
     """Of the sample's tokens those that came through here, or were there before."""
 
@@ -105,6 +106,7 @@ class Policy:
             completion = await self.dispatcher.generate(request, self._started, urgent=self.urgent)
             self.watcher.answered(request, completion)
             self.parts.append(sample, completion.generation)
+            self._known = (*request.tokens, *completion.generation.tokens)
             self._sampled += len(completion.generation.tokens)
             if not self.turn_ended:
                 self._pause(interrupted=True)
@@ -143,6 +145,7 @@ class Policy:
         for name in ("prompt_tokens", "response_tokens", "sampled", "behavior_logprobs", "versions", "finish_reason"):
             setattr(self.sample, name, getattr(branch, name))
         self._sampled = sum(branch.sampled)
+        self._known = tuple(branch.tokens)
 
     def end(self, reason: str) -> None:
         """Complete the sample where it is."""
@@ -162,20 +165,23 @@ class Policy:
                 f"sample {sample.sample_id}: {sum(sample.sampled)} tokens are marked as sampled, of which the policy "
                 f"sampled {self._sampled}; only policy.turn() may add such tokens, and there must be one"
             )
+        self._check_unchanged(sample.tokens)
         self.begin()
         self.watcher.ended(len(turns_of(sample)))
 
     def _request(self, limit: int | None) -> GenerateRequest:
         request = self.parts.next_request(self.sample)
-        if request.tokens[: len(self._sent)] != self._sent:
-            raise PolicyError(f"sample {self.sample.sample_id}: tokens that an engine has seen were changed")
-        self._sent = request.tokens
+        self._check_unchanged(request.tokens)
         if limit is not None and limit < request.params.max_new_tokens:
             request = replace(request, params=replace(request.params, max_new_tokens=limit))
         if self.label:
             name = f"{request.request_id}{self.label}"
             request = replace(request, request_id=name, session=f"{request.session}{self.label}")
         return request
+
+    def _check_unchanged(self, tokens: Sequence[int]) -> None:
+        if tuple(tokens[: len(self._known)]) != self._known:
+            raise PolicyError(f"sample {self.sample.sample_id}: tokens that an engine knows were changed")
 
     def _said_in_turn(self) -> int:
         count = 0

@@ -35,6 +35,12 @@ def turns_of(sample: Sample) -> list[Turn]:
     return turns
 
 
+def seen_first(sample: Sample) -> tuple[int, ...]:
+    """What was observed before the first sampled token."""
+    count = sample.sampled.index(True) if True in sample.sampled else len(sample.sampled)
+    return tuple(sample.response_tokens[:count])
+
+
 def last_said(sample: Sample) -> list[int]:
     """What is judged of a response: the tokens that the policy sampled since it last observed something."""
     start = len(sample.sampled)
