@@ -211,7 +211,7 @@ def main() -> None:
         uvloop.run(serving)
         return
     requests = options.conversations * options.turns
-    print(f"{requests} requests, {options.concurrency} at once, {options.repeat} times; CPU us per request: least, median")
+    print(f"{requests} requests, {options.concurrency} at once, {options.repeat} times; CPU us per request")
     with mock_engines(4, 0.0, "--vocabulary", str(VOCABULARY)) as urls:
         for row in ROWS:
             if options.only not in row:

@@ -139,9 +139,9 @@ async def gateway_scene(
             yield Front(scene, gateway, url, http, openai_http)
 
 
-def play(act: Callable[[Front], Any], **options: Any) -> None:
+def play(act: Callable[[Front], Any], patience_s: float = 60.0, **options: Any) -> None:
     async def run() -> None:
-        async with asyncio.timeout(60), gateway_scene(**options) as front:
+        async with asyncio.timeout(patience_s), gateway_scene(**options) as front:
             await act(front)
 
     asyncio.run(run())

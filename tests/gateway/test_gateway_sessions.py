@@ -171,7 +171,7 @@ def plain(message: dict[str, Any]) -> object:
 
 TestConversations = Conversations.TestCase
 TestConversations.settings = settings(
-    max_examples=150, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
