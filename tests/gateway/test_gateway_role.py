@@ -1,4 +1,4 @@
-"""The rollout role as a process with a gateway: its address, tasks from the data, a batch, the end; the keys of the spec."""
+"""The rollout role as a process with a gateway: its address, tasks, a batch, its end; and the keys of the spec."""
 
 import asyncio
 import json

@@ -259,6 +259,6 @@ def _one_prompt(prompt: str | list[str | int | list[int]]) -> str | list[int]:
 
 
 def _ids(ids: list[int]) -> list[int]:
-    if any(not 0 <= each < 1 << 31 for each in ids):
+    if ids and not 0 <= min(ids) <= max(ids) < 1 << 31:
         raise refused("token ids are whole numbers from 0 on", "prompt")
     return ids

@@ -60,9 +60,11 @@ class _Routed:
         self, request: GenerateRequest, started: Callable[[], None] = lambda: None, urgent: bool = False
     ) -> Completion:
         params = request.params if self.seed is None else replace(request.params, seed=self.seed & 0x7FFF_FFFF)
-        completion = await self.dispatcher.generate(
-            replace(request, session=self.session, params=params), started, urgent
+        # not by `replace`, which takes a multiple of the time
+        routed = GenerateRequest(
+            request.request_id, request.group, request.tokens, params, self.session, request.expected_new_tokens
         )
+        completion = await self.dispatcher.generate(routed, started, urgent)
         generation, reply = completion.generation, self.answer.reply
         self.answer.parts.append(generation)
         if len(reply.tokens) + len(generation.tokens) < LONG_TOKENS:
@@ -118,7 +120,8 @@ class TurnSampler:
             answer.prompt_tokens = len(sample.prompt_tokens)
             routed = _Routed(self.dispatcher, session.session_id, wanted.seed, answer, told)
             books = _Books(routed, task)
-            parts = replace(run_parts, params=_params(run_parts.params, wanted, budget))
+            params = _params(run_parts.params, wanted, budget)
+            parts = Parts(params, run_parts.run_seed, run_parts.chunk_tokens, run_parts.lengths)
             urgent = task is not None and task.is_evaluation
             policy = books.policy = Policy(sample, parts, routed, books, urgent)
             if task is not None:
@@ -169,8 +172,15 @@ class TurnSampler:
 
 
 def _params(params: SamplingParams, wanted: Wanted, budget: int) -> SamplingParams:
-    extra: Mapping[str, Any] = {**params.extra, **(wanted.engine_params or {})}
-    if wanted.stops:
-        extra = {**extra, "stop": list(wanted.stops)}
-    stop_token_ids = () if wanted.ignores_eos else params.stop_token_ids
-    return replace(params, max_new_tokens=budget, stop_token_ids=stop_token_ids, extra=extra)
+    extra: Mapping[str, Any] = params.extra
+    if wanted.engine_params or wanted.stops:
+        stop = {"stop": list(wanted.stops)} if wanted.stops else {}
+        extra = {**extra, **(wanted.engine_params or {}), **stop}
+    return SamplingParams(
+        budget,
+        params.temperature,
+        params.top_p,
+        params.seed,
+        () if wanted.ignores_eos else params.stop_token_ids,
+        extra,
+    )
