@@ -13,6 +13,7 @@ import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
@@ -343,9 +344,8 @@ def append_generation(sample: Sample, generation: Generation) -> None:
     """Append what the engine generated, one span of equal policy version after the other; `finish_reason` is what ended
     it there."""
     start = 0
-    versions = generation.versions
-    for end in range(1, len(versions) + 1):
-        if end == len(versions) or versions[end] != versions[start]:
-            sample.append(generation.tokens[start:end], generation.logprobs[start:end], versions[start])
-            start = end
+    for version, run in groupby(generation.versions):
+        end = start + len(list(run))
+        sample.append(generation.tokens[start:end], generation.logprobs[start:end], version)
+        start = end
     sample.finish_reason = generation.finish_reason

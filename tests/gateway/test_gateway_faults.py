@@ -21,6 +21,7 @@ from slimerl.rollout.gateway.requests import ChatBody
 from slimerl.rollout.gateway.sampler import TurnSampler
 from slimerl.rollout.gateway.sessions import Sessions
 from slimerl.rollout.kv_fleet import EngineModel
+from slimerl.rollout.kv_memory import Memory
 from slimerl.rollout.kv_router import KvRouter
 from slimerl.rollout.parts import Parts
 from slimerl.samples.messages import EngineInfo, HoldRequest, ReleaseRequest
@@ -171,6 +172,23 @@ class MockEngines(dict[str, "MockEngines"]):
         return True
 
 
+def mock_desk(engines: MockEngines) -> tuple[Dispatcher, Desk]:
+    router = KvRouter(256, 8, EngineModel(slots=256))
+    for name in engines:
+        router.join(EngineInfo(name, "", "", 1))
+    router.release(0, list(engines), {})
+    dispatcher = Dispatcher(router, engines, 60.0)
+    external = ExternalAgents(Sessions(), 60.0)
+    parts = Parts(SamplingParams(1000, stop_token_ids=(END,)), 7)
+    return dispatcher, Desk(
+        external, TurnSampler(dispatcher, external.sessions, parts, 1000, 60.0), model_text(), 1.0, "m"
+    )
+
+
+async def nobody(_: Answer) -> None:
+    pass
+
+
 class OwnTimeLoop(asyncio.SelectorEventLoop):
     """Its clock is the CPU time of this process, and it skips what it would sleep: what else runs on the machine has no
     part in what is measured."""
@@ -210,20 +228,10 @@ def test_a8_ten_thousand_sessions_at_once_leave_nothing_and_the_loop_is_never_la
     come, dispatch is held, as for new weights."""
     many = 10_000
 
-    async def run() -> tuple[Sessions, MockEngines, Dispatcher, float, dict[str, int]]:
+    async def run() -> tuple[Desk, MockEngines, float, dict[str, int]]:
         engines = MockEngines(40)
-        router = KvRouter(256, 8, EngineModel(slots=256))
-        for name in engines:
-            router.join(EngineInfo(name, "", "", 1))
-        router.release(0, list(engines), {})
-        dispatcher = Dispatcher(router, engines, 60.0)
-        external = ExternalAgents(Sessions(), 60.0)
-        parts = Parts(SamplingParams(1000, stop_token_ids=(END,)), 7)
-        desk = Desk(external, TurnSampler(dispatcher, external.sessions, parts, 1000, 60.0), model_text(), 1.0, "m")
+        dispatcher, desk = mock_desk(engines)
         outcomes = {"finished": 0, "gone": 0}
-
-        async def nobody(_: Answer) -> None:
-            pass
 
         async def converse(number: int) -> None:
             messages: list[Any] = [{"role": "user", "content": f"question {number}"}]
@@ -253,14 +261,14 @@ def test_a8_ten_thousand_sessions_at_once_leave_nothing_and_the_loop_is_never_la
         dispatcher.resume()
         await asyncio.gather(*talking)
         watching.cancel()
-        return external.sessions, engines, dispatcher, lag.worst_s, outcomes
+        return desk, engines, lag.worst_s, outcomes
 
     gc.collect()
     before = gc.get_threshold()
     defer_full_collections()
     try:
         with asyncio.Runner(loop_factory=OwnTimeLoop) as runner:
-            sessions, engines, dispatcher, worst_s, outcomes = runner.run(run())
+            desk, engines, worst_s, outcomes = runner.run(run())
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
@@ -268,6 +276,7 @@ def test_a8_ten_thousand_sessions_at_once_leave_nothing_and_the_loop_is_never_la
         f"most requests in engines at once: {engines.most_running}; worst lag of the event loop: {worst_s * 1e3:.0f} ms"
     )
     assert outcomes == {"finished": many * 9 // 10, "gone": many // 10}
+    sessions, dispatcher = desk.external.sessions, desk.sampler.dispatcher
     assert engines.running == dispatcher.in_flight == len(dispatcher.router.running()) == 0
     assert len(sessions) == many
     assert sum(len(session.turns) for session in sessions) == outcomes["finished"] + many // 10
@@ -275,3 +284,36 @@ def test_a8_ten_thousand_sessions_at_once_leave_nothing_and_the_loop_is_never_la
     assert sessions.tokens == sum(session.tokens for session in sessions)
     assert engines.most_running > many * 3 // 4
     assert worst_s < 0.05
+
+
+def test_memory_is_flat_over_sessions_that_end():
+    """Objects that live, after rounds of conversations of which one in ten is broken off."""
+
+    async def run() -> list[int]:
+        engines = MockEngines(4)
+        engines.seconds = (0.0, 0.01)
+        _, desk = mock_desk(engines)
+        alive = []
+
+        async def converse(name: str, goes: bool) -> None:
+            order = await desk.chat(name, ChatBody(messages=HELLO))
+            filling = asyncio.ensure_future(desk.fill(order, nobody))
+            if goes:
+                await asyncio.sleep(0)
+                filling.cancel()
+            await asyncio.wait([filling])
+
+        for number in range(6):
+            names = [f"{number}/{each}" for each in range(200)]
+            await asyncio.gather(*(converse(name, at % 10 == 0) for at, name in enumerate(names)))
+            for name in names:
+                desk.external.sessions.close(name)
+            assert (len(desk.external.sessions), desk.external.sessions.tokens) == (0, 0)
+            gc.collect()
+            # what the router remembers of sessions has a bound of its own
+            desk.sampler.dispatcher.router._memory = Memory()
+            alive.append(len(gc.get_objects()))
+        return alive
+
+    alive = asyncio.run(run())
+    assert alive[-1] - alive[2] < 100, alive

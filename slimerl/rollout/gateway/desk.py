@@ -108,19 +108,20 @@ class Desk:
         if not prompt:
             raise refused("the prompt is empty", "prompt")
         session, task = self._session(name)
-        flat: str | bytes = prompt if isinstance(prompt, str) else _bytes(array("i", prompt))
+        ids = array("i") if isinstance(prompt, str) else array("i", prompt)
+        flat: str | bytes = prompt if isinstance(prompt, str) else ids.tobytes()
         parent, covered = session.match_flat(flat)
         if isinstance(prompt, str):
             observed = await self._encoded(prompt[covered:], special=parent is None)
         else:
-            observed = array("i", prompt[covered // _ID_BYTES :])
+            observed = ids[covered // ids.itemsize :]
         answer = self._answer(kind, wanted, Reply(self.text.decode, wanted.stops), answer_id)
 
         def tell(turn: Turn) -> None:
             if isinstance(flat, str):
                 session.tell_flat(turn, flat + answer.reply.decoded)
             else:
-                session.tell_flat(turn, flat + _bytes(turn.tokens))
+                session.tell_flat(turn, flat + turn.tokens.tobytes())
 
         return Order(Place(session, task, parent, observed, b""), answer, shape, tell)
 
@@ -162,10 +163,3 @@ class Desk:
         if len(text) < LONG_TEXT:
             return array("i", self.text.encode(text, special))
         return array("i", await asyncio.to_thread(self.text.encode, text, special))
-
-
-_ID_BYTES = array("i").itemsize
-
-
-def _bytes(ids: "array[int]") -> bytes:
-    return ids.tobytes()

@@ -179,20 +179,16 @@ class Gateway:
 
     def _session(self, request: web.Request) -> str:
         """Name of the request's session; empty: none. Raises ApiError."""
-        name = request.headers.get(SESSION_HEADER) or self._bearer(request).partition(":")[2]
+        name = request.headers.get(SESSION_HEADER) or _bearer(request).partition(":")[2]
         if len(name) > MAX_NAME:
             raise ApiError(400, "invalid_session", f"a session's name has at most {MAX_NAME} characters")
         return name
-
-    def _bearer(self, request: web.Request) -> str:
-        kind, _, value = request.headers.get("Authorization", "").partition(" ")
-        return value.strip() if kind.lower() == "bearer" else ""
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The key first; then every error takes OpenAI's shape, and is counted under its name."""
         if request.path != "/health":
-            given = self._bearer(request).partition(":")[0]
+            given = _bearer(request).partition(":")[0]
             if not hmac.compare_digest(given.encode(), self.key.encode()):
                 return self._failed(
                     ApiError(401, "invalid_api_key", "the key is missing or wrong; it stands in the run's gateway.json")
@@ -220,6 +216,11 @@ class Gateway:
     def _failed(self, error: ApiError) -> web.Response:
         self.counts[f"errors_{error.name}"] += 1
         return _json(error.body(), error.status)
+
+
+def _bearer(request: web.Request) -> str:
+    kind, _, value = request.headers.get("Authorization", "").partition(" ")
+    return value.strip() if kind.lower() == "bearer" else ""
 
 
 async def _nobody(_: Answer) -> None:
