@@ -77,7 +77,7 @@ def make_tiny_model(family: str, directory: Path, *, seed: int = 0, tied: bool =
     model = tiny_model(family, seed=seed, tied=tied, **sizes)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
-    _tokenizer().save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
     return directory
 
 
@@ -114,7 +114,7 @@ def tiny_model(family: str, *, seed: int = 0, tied: bool = False, **sizes: Any) 
     return model
 
 
-def _tokenizer() -> transformers.PreTrainedTokenizerFast:
+def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """One token per byte, after the special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*_SPECIAL, *alphabet])}

@@ -80,10 +80,10 @@ class Outcome:
 
 
 @contextmanager
-def mock_engines(engines: int, time_scale: float) -> Iterator[list[str]]:
+def mock_engines(engines: int, time_scale: float, *arguments: str) -> Iterator[list[str]]:
     """Their URLs."""
     command = [sys.executable, str(Path(__file__).with_name("bench_router_mock.py"))]
-    command += ["--engines", str(engines), "--time-scale", str(time_scale)]
+    command += ["--engines", str(engines), "--time-scale", str(time_scale), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
     try:
         if process.stdout is None:

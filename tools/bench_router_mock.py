@@ -84,10 +84,11 @@ class MockCache:
 class MockEngines:
     """All engines of one process."""
 
-    def __init__(self, engines: int, blocks: int, time_scale: float) -> None:
+    def __init__(self, engines: int, blocks: int, time_scale: float, vocabulary: int) -> None:
         self.caches = [MockCache(blocks) for _ in range(engines)]
         self.oracle = MockCache(1 << 40)
         self.time_scale = time_scale
+        self.vocabulary = vocabulary
 
     def app(self, number: int) -> web.Application:
         """The endpoints of one engine: those that routers ask before they take a worker, and /generate."""
@@ -139,7 +140,7 @@ class MockEngines:
         missing = cache.request(keys, len(tokens))
         await asyncio.sleep(self.time_scale * (missing / PREFILL_TOKENS_PER_S + new * STEP_S))
         first = hash(tokens[-8:]) % 100_000
-        answer = tuple((first + position) % 150_000 for position in range(new))
+        answer = tuple((first + position) % self.vocabulary for position in range(new))
         whole = block_keys(tokens + answer)
         cache.keep(whole)
         self.oracle.keep(whole)
@@ -151,6 +152,8 @@ class MockEngines:
             "cached_tokens": len(tokens) - missing,
             "weight_version": "0",
         }
+        if body.get("return_logprob"):
+            meta["output_token_logprobs"] = [[-0.5, token, None] for token in answer]
         return _json({"text": " ".join(map(str, answer)), "output_ids": answer, "meta_info": meta})
 
 
@@ -166,11 +169,11 @@ def _json(value: object) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-async def serve(engines: int, blocks: int, time_scale: float) -> None:
+async def serve(engines: int, blocks: int, time_scale: float, vocabulary: int) -> None:
     """Until SIGTERM, or until the parent closes standard input."""
     # Some routers probe for gRPC first, which is no HTTP/1 request.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
-    fleet = MockEngines(engines, blocks, time_scale)
+    fleet = MockEngines(engines, blocks, time_scale, vocabulary)
     for number in range(engines):
         runner = web.AppRunner(fleet.app(number), access_log=None)
         await runner.setup()
@@ -190,8 +193,9 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=25_000, help=f"blocks of {BLOCK_TOKENS} tokens per engine")
     parser.add_argument("--time-scale", type=float, default=0.02)
+    parser.add_argument("--vocabulary", type=int, default=150_000)
     options = parser.parse_args()
-    uvloop.run(serve(options.engines, options.blocks, options.time_scale))
+    uvloop.run(serve(options.engines, options.blocks, options.time_scale, options.vocabulary))
 
 
 if __name__ == "__main__":

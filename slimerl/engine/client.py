@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import aiohttp
 import msgspec
 
+from slimerl.engine.connections import ConnectionLost, Connections
 from slimerl.engine.protocol import (
     LOADER,
     Endpoint,
@@ -67,9 +67,9 @@ class EngineClient:
         """`timeout_s` bounds every call that does not give its own."""
         self.engine_id = engine_id
         self.url = url.rstrip("/")
-        self._key = admin_key
         self._timeout_s = timeout_s
-        self._session: aiohttp.ClientSession | None = None
+        headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
+        self._connections = Connections(self.url, headers, _KEEP_ALIVE_S)
         self._dialect: UpdateDialect | None = None
 
     async def __aenter__(self) -> Self:
@@ -81,9 +81,7 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._connections.close()
 
     # --- generation
 
@@ -244,33 +242,21 @@ class EngineClient:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         data = None if body is None else msgspec.json.encode(body)
         try:
-            async with (
-                asyncio.timeout(limit_s),
-                self._open_session().request(method, self.url + endpoint, data=data) as response,
-            ):
-                content = await response.read()
+            async with asyncio.timeout(limit_s):
+                status, content = await self._connections.request(method, endpoint, data)
         except TimeoutError:
             raise EngineTimeout(
                 self.engine_id,
                 endpoint,
                 f"no answer within {limit_s:g} s; is the engine overloaded or stuck? See its log",
             ) from None
-        except aiohttp.ClientError as error:
+        except ConnectionLost as error:
             raise EngineUnreachable(
                 self.engine_id, endpoint, f"{type(error).__name__}: {error}; has the engine ended? Its log says why"
             ) from error
-        if response.status >= 400:
-            raise EngineRefused(self.engine_id, endpoint, response.status, _reason(content))
+        if status >= 400:
+            raise EngineRefused(self.engine_id, endpoint, status, _reason(content))
         return _parsed(content)
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None),
-                headers={"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"},
-            )
-        return self._session
 
 
 def _parsed(content: bytes) -> Any:

@@ -12,8 +12,8 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -31,11 +31,16 @@ from slimerl.rollout.agents.build import RunningAgent, announced, build_agent
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation
+from slimerl.rollout.full_collections import defer_full_collections
+from slimerl.rollout.gateway.build import GATEWAY_FILE, build_gateway
+from slimerl.rollout.gateway.external import ExternalAgents
+from slimerl.rollout.gateway.front import Gateway, listening
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.kv_fleet import EngineModel
 from slimerl.rollout.kv_memory import Memory
 from slimerl.rollout.kv_router import KvRouter
 from slimerl.rollout.loop_lag import LoopLag
+from slimerl.rollout.parts import Parts
 from slimerl.rollout.prompts import Prompt, PromptStream, read_rows, tokenize_rows
 from slimerl.rollout.router import LeastLoaded, Router
 from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
@@ -46,6 +51,7 @@ from slimerl.samples.messages import ADDRESS_FILE, ServiceAddress
 from slimerl.samples.rows import DataError
 from slimerl.samples.store import SampleStore
 from slimerl.spec import RunSpec, SpecError, load_spec
+from slimerl.spec.agent import ExternalAgent
 from slimerl.spec.functions import CustomFunctionError
 from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter
@@ -71,7 +77,8 @@ def main(spec: RunSpec) -> int:
     """Run the role to its end; returns its exit code."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(serve(spec))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(serve(spec))
     except (DataError, TokenizerError, CustomFunctionError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -79,6 +86,15 @@ def main(spec: RunSpec) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop takes half the time for connections; without it Python's own loop serves."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 async def serve(spec: RunSpec) -> None:
@@ -92,6 +108,7 @@ async def serve(spec: RunSpec) -> None:
         begun = time.monotonic()
         inputs, *_ = await asyncio.gather(asyncio.to_thread(read_inputs, spec), reward.start(), agent.start())
         trace.add("start", begun, time.monotonic(), "start")
+        defer_full_collections()
         # Not before: until here a signal ends the process at once, and its workers with it.
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -170,7 +187,13 @@ async def _service(
     lag = LoopLag()
     service = ControlService(token, router, clients, scheduler, weights, evaluation, lag, shutdown=ended)
     try:
-        yield service
+        async with AsyncExitStack() as stack:
+            if isinstance(loop, ExternalAgents):
+                parts = Parts(params, spec.seed, rollout.chunk_tokens)
+                gateway = await build_gateway(spec, inputs.tokenizer, loop, dispatcher, parts)
+                service.figures = gateway.take_figures
+                await stack.enter_async_context(_gateway_listening(spec, gateway))
+            yield service
     finally:
         await weights.close()
         await dispatcher.close()
@@ -215,6 +238,20 @@ async def _listening(spec: RunSpec, service: ControlService, token: str) -> Asyn
     finally:
         address_path.unlink(missing_ok=True)
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def _gateway_listening(spec: RunSpec, gateway: Gateway) -> AsyncIterator[None]:
+    """As `_listening`, for agent programs."""
+    address_path = spec.run_dir / GATEWAY_FILE
+    port = spec.agent.port if isinstance(spec.agent, ExternalAgent) else 0
+    async with listening(gateway, own_address(spec.cluster.network), port, GRACE_S) as url:
+        announce(address_path, ServiceAddress(url, gateway.key, os.getpid()))
+        logger.info("agent programs are served at %s", url)
+        try:
+            yield
+        finally:
+            address_path.unlink(missing_ok=True)
 
 
 def announce(path: Path, address: ServiceAddress) -> None:

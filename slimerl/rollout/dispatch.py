@@ -13,6 +13,7 @@ import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
@@ -35,6 +36,9 @@ PROBE_S = 5.0
 PROBE_PAUSE_S = 0.2
 LOST = "engine_lost"
 """Reason of a try whose engine was taken out of service meanwhile."""
+GRANTED_AT_ONCE = 32
+"""Slots; thousands may come free in one moment, after a weight update, and each request that goes out takes its time:
+between so many of them the event loop does what else there is to do."""
 _NAMED = 8
 """Requests that an error names at most."""
 
@@ -101,6 +105,8 @@ class Dispatcher:
     _probes: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _asking: dict[str, "set[asyncio.Task[Generation]]"] = field(default_factory=lambda: defaultdict(set))
     """Requests under way, by engine."""
+    _granting: asyncio.Handle | None = None
+    """Of the rest that `_grant` has left."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(
@@ -216,11 +222,12 @@ class Dispatcher:
 
     def _grant(self) -> None:
         """Slots for those who wait, oldest first, urgent ones before all."""
-        if self._held:
+        if self._held or self._granting is not None:
             return
+        granted = 0
         for lane in (self._urgent, self._waiting):
             skipped: list[_Waiter] = []
-            while lane:
+            while lane and granted < GRANTED_AT_ONCE:
                 waiter = lane.popleft()
                 if waiter.slot.done():
                     continue
@@ -228,12 +235,19 @@ class Dispatcher:
                 if engine_id is not None:
                     waiter.slot.set_result(self.router.reserve(engine_id, waiter.query))
                     self.in_flight += 1
+                    granted += 1
                     continue
                 skipped.append(waiter)
                 # One that avoids an engine must not keep others from it.
                 if not waiter.query.avoid:
                     break
             lane.extendleft(reversed(skipped))
+        if granted == GRANTED_AT_ONCE:
+            self._granting = asyncio.get_running_loop().call_soon(self._grant_rest)
+
+    def _grant_rest(self) -> None:
+        self._granting = None
+        self._grant()
 
     def _release(self, slot: Reservation, generated: int = 0) -> None:
         self.router.end(slot, generated)
@@ -347,9 +361,8 @@ def append_generation(sample: Sample, generation: Generation) -> None:
     """Append what the engine generated, one span of equal policy version after the other; `finish_reason` is what ended
     it there."""
     start = 0
-    versions = generation.versions
-    for end in range(1, len(versions) + 1):
-        if end == len(versions) or versions[end] != versions[start]:
-            sample.append(generation.tokens[start:end], generation.logprobs[start:end], versions[start])
-            start = end
+    for version, run in groupby(generation.versions):
+        end = start + len(list(run))
+        sample.append(generation.tokens[start:end], generation.logprobs[start:end], version)
+        start = end
     sample.finish_reason = generation.finish_reason

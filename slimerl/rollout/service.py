@@ -20,6 +20,7 @@ from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.rollout.admission import GateError
 from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation, EvaluationError
+from slimerl.rollout.full_collections import collect_soon
 from slimerl.rollout.loop_lag import LoopLag
 from slimerl.rollout.returning import ReturningEngines
 from slimerl.rollout.router import Router, RouterError
@@ -88,6 +89,8 @@ class ControlService:
     returning: ReturningEngines = field(default_factory=ReturningEngines)
     shutdown: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the role is to end."""
+    figures: Callable[[], dict[str, float]] = dict
+    """What else there is to tell with a batch."""
     _progress: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -197,7 +200,9 @@ class ControlService:
         return engine
 
     async def _hold(self, request: web.Request) -> web.Response:
-        return _answer(await self.weights.hold(await _message(request, HoldRequest)))
+        reply = await self.weights.hold(await _message(request, HoldRequest))
+        collect_soon()
+        return _answer(reply)
 
     async def _release(self, request: web.Request) -> web.Response:
         """Answers with the `Status` after it."""
@@ -219,7 +224,7 @@ class ControlService:
             manifest = self.scheduler.take_batch(request.step)
             if manifest is not None:
                 worst_lag_s = self.lag.take_worst_s()
-                metrics = {**manifest.metrics, "rollout/event_loop_lag_s": worst_lag_s}
+                metrics = {**manifest.metrics, "rollout/event_loop_lag_s": worst_lag_s, **self.figures()}
                 return msgspec.structs.replace(manifest, metrics=metrics)
             if engines := self._unsynced():
                 return SyncWanted(engines)

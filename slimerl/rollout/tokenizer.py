@@ -116,6 +116,11 @@ class PromptTokenizer:
         """Of `stop_token_ids`."""
         return self._tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
 
+    @property
+    def library(self) -> Any:
+        """The tokenizer of transformers that is behind it."""
+        return self._tokenizer
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of a response without special tokens."""
         with self._lock:

@@ -119,6 +119,20 @@ class FunctionAgent(AnyAgent):
     """`package.module:function`, async (policy, sample, prompt, texts); see `slimerl/rollout/agents/loop.py`."""
 
 
+class ExternalAgent(AnyAgent):
+    """A program outside of the run makes the samples: it takes tasks from a gateway, talks to the policy there as to
+    any OpenAI or SGLang server, and ends them. See `slimerl/rollout/gateway/front.py`."""
+
+    kind: Literal["external"]
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Of the gateway, at the address that cluster.network says; 0 takes a free one. RUN_DIR/gateway.json has it."""
+    silent_s: Seconds = 600.0
+    """A task whose program has not been heard of for so long is dropped."""
+    branch: Literal["finished", "longest"] = "finished"
+    """What is trained of a session in which the program edited what was said, or asked twice: the branch that had the
+    last reply, or the one with the most tokens."""
+
+
 def _variant_of(given: Any) -> str:
     kind = given.get("kind", DEFAULT_KIND) if isinstance(given, dict) else getattr(given, "kind", DEFAULT_KIND)
     return f"<{kind}>"
@@ -128,11 +142,12 @@ AgentSpec = Annotated[
     Annotated[SingleTurnAgent, Tag("<single_turn>")]
     | Annotated[ToolsAgent, Tag("<tools>")]
     | Annotated[EnvironmentAgent, Tag("<environment>")]
-    | Annotated[FunctionAgent, Tag("<function>")],
+    | Annotated[FunctionAgent, Tag("<function>")]
+    | Annotated[ExternalAgent, Tag("<external>")],
     Discriminator(_variant_of),
 ]
 
-KINDS: tuple[type[AnyAgent], ...] = (SingleTurnAgent, ToolsAgent, EnvironmentAgent, FunctionAgent)
+KINDS: tuple[type[AnyAgent], ...] = (SingleTurnAgent, ToolsAgent, EnvironmentAgent, FunctionAgent, ExternalAgent)
 
 
 def kind_of(model: type[AnyAgent]) -> str:

@@ -64,6 +64,8 @@ class FakeEngine:
         """Paths whose calls fail from now on."""
         self.called: Callable[[str], None] = lambda path: None
         """Told the path of every call, and of which memory."""
+        self.extra_meta: dict[str, Any] = {}
+        """Told with every answer."""
         self.running = 0
         self.most_running = 0
         self._runner: web.AppRunner | None = None
@@ -200,6 +202,7 @@ class FakeEngine:
             "output_token_logprobs": [[-0.5 - token / 1000, token, None] for token in tokens],
             "weight_version": self.version,
             "weight_versions": spans,
+            **self.extra_meta,
         }
         return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta})
 

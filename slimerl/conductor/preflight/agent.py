@@ -11,9 +11,10 @@ from slimerl.conductor.preflight.reward import sandbox_trouble
 from slimerl.environments.made import load_maker
 from slimerl.environments.tool_worker import describe
 from slimerl.rollout.agents.build import announced, environment_frames, load_loop, tool_format
+from slimerl.rollout.gateway.build import checked_text
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.spec import RunSpec
-from slimerl.spec.agent import EnvironmentAgent, FunctionAgent, ToolsAgent
+from slimerl.spec.agent import EnvironmentAgent, ExternalAgent, FunctionAgent, ToolsAgent
 from slimerl.spec.functions import CustomFunctionError
 
 
@@ -37,6 +38,8 @@ def _faults(spec: RunSpec) -> Iterator[str]:
     agent = spec.agent
     if isinstance(agent, FunctionAgent):
         load_loop(agent.function)
+    if isinstance(agent, ExternalAgent):
+        yield from _template_faults(spec, checked_text)
     if isinstance(agent, EnvironmentAgent):
         load_maker(agent.environment, agent.options)
         yield from _template_faults(spec, environment_frames)
@@ -49,7 +52,8 @@ def _faults(spec: RunSpec) -> Iterator[str]:
 
 
 def _template_faults(spec: RunSpec, frame: Callable[[PromptTokenizer], Any]) -> Iterator[str]:
-    if not spec.data.chat_template:
+    # programs have prompts of their own, whatever those of the data are like
+    if not spec.data.chat_template and not isinstance(spec.agent, ExternalAgent):
         return
     try:
         tokenizer = PromptTokenizer(spec.model.path, spec.data)

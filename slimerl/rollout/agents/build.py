@@ -20,10 +20,19 @@ from slimerl.rollout.agents.loop import AgentLoop, SingleTurn
 from slimerl.rollout.agents.policy import Policy
 from slimerl.rollout.agents.texts import Foreign, Piece, Texts
 from slimerl.rollout.agents.tool_loop import ToolLoop
+from slimerl.rollout.gateway.external import ExternalAgents
+from slimerl.rollout.gateway.sessions import Sessions
 from slimerl.rollout.prompts import Prompt
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.samples.sample import Sample
-from slimerl.spec.agent import AnyAgent, EnvironmentAgent, FunctionAgent, SingleTurnAgent, ToolsAgent
+from slimerl.spec.agent import (
+    AnyAgent,
+    EnvironmentAgent,
+    ExternalAgent,
+    FunctionAgent,
+    SingleTurnAgent,
+    ToolsAgent,
+)
 from slimerl.spec.functions import CustomFunctionError, load_function
 
 PARAMETERS = ("policy", "sample", "prompt", "texts")
@@ -62,6 +71,8 @@ class RunningAgent:
         """Raises TokenizerError, CustomFunctionError."""
         if isinstance(self.spec, SingleTurnAgent):
             return SingleTurn()
+        if isinstance(self.spec, ExternalAgent):
+            return ExternalAgents(Sessions(), self.spec.silent_s, self.spec.branch)
         self._texts = Texts(tokenizer)
         if isinstance(self.spec, FunctionAgent):
             return FunctionLoop(self.spec.function, self._texts)

@@ -169,6 +169,18 @@ class Policy:
         self._forks.append(policy)
         return policy
 
+    def begin(self) -> None:
+        """A request of the sample is about to be sent, here or elsewhere."""
+        if not self._running:
+            self._started()
+
+    def adopt(self, branch: Sample) -> None:
+        """Take over what the policy sampled elsewhere (a program's session), its prompt and finish reason too."""
+        for name in ("prompt_tokens", "response_tokens", "sampled", "behavior_logprobs", "versions", "finish_reason"):
+            setattr(self.sample, name, getattr(branch, name))
+        self._sampled = sum(branch.sampled)
+        self._known = tuple(branch.tokens)
+
     def end(self, reason: str) -> None:
         """Complete the sample where it is."""
         self.sample.finish_reason = reason
@@ -188,8 +200,7 @@ class Policy:
                 f"sampled {self._sampled}; only policy.turn() may add such tokens, and there must be one"
             )
         self._check_unchanged(sample.tokens)
-        if not self._running:
-            self._started()
+        self.begin()
         self.watcher.ended(len(turns_of(sample)))
         for fork in self._forks:
             fork.close()

@@ -1,0 +1,204 @@
+"""HTTP/1.1 to one server over connections that are kept: what the client of an engine needs, and no more.
+
+Flows in: a method, a path, a body. Flows out: a status and a body, or `ConnectionLost`. The client of aiohttp can do
+much else, and takes more CPU time than all that the rollout role does for a request.
+Invariants: a connection has one request at a time; one whose request was cancelled, or whose answer was not read to its
+end, is never used again; nor is one that has idled so long that the server may be closing it.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import cast
+from urllib.parse import urlsplit
+
+MAX_HEAD_BYTES = 64 * 2**10
+
+
+class ConnectionLost(ConnectionError):
+    """No connection, or it ended or made no sense before the whole answer was there."""
+
+
+class Connections:
+    """To one `http://host:port`. Belongs to the event loop that first uses it.
+
+    Args:
+        headers: of every request.
+        keep_s: an idle connection is used again for so long; less than the server keeps it.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str], keep_s: float) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or parts.hostname is None:
+            raise ValueError(f"{url!r} is no http://host:port")
+        self._host, self._port = parts.hostname, parts.port or 80
+        lines = [f"Host: {parts.netloc}", *(f"{name}: {value}" for name, value in headers.items())]
+        self._head = "\r\n".join(lines)
+        self._keep_s = keep_s
+        self._idle: deque[_Connection] = deque()
+        """The one that was used last comes last."""
+        self._open: set[_Connection] = set()
+
+    async def request(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        """Status and body of the answer.
+
+        Raises:
+            ConnectionLost: see there; whether the request has had an effect is not known.
+        """
+        data = body or b""
+        head = f"{method} {path} HTTP/1.1\r\n{self._head}\r\nContent-Length: {len(data)}\r\n\r\n".encode("latin-1")
+        connection = self._kept() or await self._connected()
+        try:
+            answer = await connection.ask(head + data)
+        except BaseException:
+            connection.abort()
+            raise
+        if connection.reusable:
+            connection.idle_since = time.monotonic()
+            self._idle.append(connection)
+        else:
+            connection.abort()
+        return answer
+
+    def close(self) -> None:
+        """End all connections, and with them the requests on them."""
+        for connection in list(self._open):
+            connection.abort()
+        self._idle.clear()
+
+    def _kept(self) -> "_Connection | None":
+        """One that idles. Those that have for too long are closed."""
+        oldest = time.monotonic() - self._keep_s
+        while self._idle and self._idle[0].idle_since < oldest:
+            self._idle.popleft().abort()
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:
+                return connection
+        return None
+
+    async def _connected(self) -> "_Connection":
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(lambda: _Connection(self._open), self._host, self._port)
+        except OSError as error:
+            raise ConnectionLost(f"cannot connect to {self._host}:{self._port}: {error}") from error
+        return connection
+
+
+class _Connection(asyncio.Protocol):
+    """`registry`: all that are open."""
+
+    def __init__(self, registry: "set[_Connection]") -> None:
+        self.idle_since = 0.0
+        self.reusable = True
+        self._registry = registry
+        self._transport: asyncio.Transport | None = None
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self._data = bytearray()
+        self._status = 0
+        """0: the head is not there yet."""
+        self._length: int | None = None
+        """Bytes of the body; None: it is chunked, or ends with the connection."""
+        self._chunked = False
+        self._chunks: list[bytes] = []
+
+    async def ask(self, request: bytes) -> tuple[int, bytes]:
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionLost("the server closed the connection")
+        self._answer = asyncio.get_running_loop().create_future()
+        self._status = 0
+        self._transport.write(request)
+        return await self._answer
+
+    def abort(self) -> None:
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._registry.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None or self._answer.done():
+            self.abort()  # nobody asked
+            return
+        self._data += data
+        try:
+            self._read()
+        except (ValueError, IndexError) as error:
+            self._fail(f"an answer that is not HTTP/1.1: {error}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.reusable = False
+        self._registry.discard(self)
+        if self._status and self._length is None and not self._chunked and error is None:
+            self._finish(bytes(self._data))
+        self._fail(f"the server closed the connection{f': {error}' if error else ''}")
+
+    # --- reading an answer
+
+    def _read(self) -> None:
+        while not self._status:
+            end = self._data.find(b"\r\n\r\n")
+            if end < 0:
+                if len(self._data) > MAX_HEAD_BYTES:
+                    raise ValueError(f"its head has more than {MAX_HEAD_BYTES} bytes")
+                return
+            head = bytes(self._data[:end]).lower()
+            del self._data[: end + 4]
+            if not head.startswith(b"http/1."):
+                raise ValueError(repr(head[:40]))
+            status = int(head[9:12])
+            # 1xx announce the answer proper
+            if status >= 200:
+                self._begin(status, head)
+        if self._chunked:
+            self._read_chunks()
+        elif self._length is not None and len(self._data) >= self._length:
+            self._finish(bytes(self._data[: self._length]), self._length)
+
+    def _begin(self, status: int, head: bytes) -> None:
+        fields = dict(line.partition(b":")[::2] for line in head.split(b"\r\n")[1:])
+        self._status = status
+        self._chunked = b"chunked" in fields.get(b"transfer-encoding", b"")
+        length = fields.get(b"content-length")
+        self._length = 0 if status in (204, 304) else int(length) if length is not None else None
+        self._chunks.clear()
+        if b"close" in fields.get(b"connection", b"") or head.startswith(b"http/1.0"):
+            self.reusable = False
+
+    def _read_chunks(self) -> None:
+        while True:
+            line_end = self._data.find(b"\r\n")
+            if line_end < 0:
+                return
+            size = int(bytes(self._data[:line_end]).partition(b";")[0], 16)
+            begin, end = line_end + 2, line_end + 2 + size
+            if len(self._data) < end + 2:
+                return
+            if size == 0:
+                self._finish(b"".join(self._chunks), end + 2)
+                return
+            self._chunks.append(bytes(self._data[begin:end]))
+            del self._data[: end + 2]
+
+    def _finish(self, body: bytes, used: int | None = None) -> None:
+        if used is not None:
+            del self._data[:used]
+            if self._data:
+                self.reusable = False  # more than was asked for
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result((self._status, body))
+
+    def _fail(self, why: str) -> None:
+        self.reusable = False
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionLost(why))
+        with suppress(OSError):
+            self.abort()

@@ -1,0 +1,210 @@
+"""Answers in the shapes of OpenAI's and SGLang's APIs. Pure.
+
+Flows in: a reply, its tokens and what engines said. Flows out: JSON bodies, whole or as events of a stream.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Protocol
+
+import msgspec
+
+from slimerl.engine.protocol import Generation
+from slimerl.rollout.gateway.conversation import Message
+from slimerl.rollout.gateway.replies import Reply
+from slimerl.rollout.gateway.requests import Wanted
+
+DONE = b"data: [DONE]\n\n"
+
+encode = msgspec.json.Encoder().encode
+
+
+def event(body: dict[str, Any]) -> bytes:
+    return b"data: " + encode(body) + b"\n\n"
+
+
+@dataclass
+class Answer:
+    """One reply on its way to a client."""
+
+    answer_id: str
+    created: int
+    wanted: Wanted
+    reply: Reply
+    prompt_tokens: int = 0
+    parts: list[Generation] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.wanted.model}
+
+    def usage(self) -> dict[str, Any]:
+        new = len(self.reply.tokens)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": self.prompt_tokens + new,
+            "prompt_tokens_details": {"cached_tokens": self.parts[0].cached_tokens if self.parts else 0},
+        }
+
+    def message(self) -> Message:
+        """What is told as the assistant's, and found again in later requests."""
+        text, calls = self.reply.text, self.reply.calls
+        if not calls:
+            return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": text.strip() or None, "tool_calls": calls}
+
+
+class Shape(Protocol):
+    """Of one API. Of a stream: `begun` comes first, then `grown` for each part, then `ended`."""
+
+    def whole(self, answer: Answer) -> dict[str, Any]: ...
+
+    def begun(self, answer: Answer) -> bytes: ...
+
+    def grown(self, answer: Answer, text: str) -> bytes:
+        """`text`: what is new; may be empty. The tokens are those of the answer's last part."""
+        ...
+
+    def ended(self, answer: Answer, text: str) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class ChatShape:
+    """`spelt`: a token as text."""
+
+    spelt: Callable[[int], str]
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        choice = {
+            "index": 0,
+            "message": answer.message(),
+            "logprobs": self._logprobs(answer, answer.parts),
+            "finish_reason": self._finish(answer),
+        }
+        return {**answer.head("chat.completion"), "choices": [choice], "usage": answer.usage()}
+
+    def begun(self, answer: Answer) -> bytes:
+        return self._chunk(answer, {"role": "assistant", "content": ""})
+
+    def grown(self, answer: Answer, text: str) -> bytes:
+        logprobs = self._logprobs(answer, answer.parts[-1:])
+        return self._chunk(answer, {"content": text}, logprobs) if text or logprobs else b""
+
+    def ended(self, answer: Answer, text: str) -> bytes:
+        chunks = self._chunk(answer, {"content": text}) if text else b""
+        if answer.reply.calls:
+            calls = [{"index": number, **call} for number, call in enumerate(answer.reply.calls)]
+            chunks += self._chunk(answer, {"tool_calls": calls})
+        chunks += self._chunk(answer, {}, finish=self._finish(answer))
+        return chunks + _usage_event(answer, "chat.completion.chunk")
+
+    def _finish(self, answer: Answer) -> str:
+        return "tool_calls" if answer.reply.calls and answer.finish_reason == "stop" else answer.finish_reason
+
+    def _chunk(
+        self, answer: Answer, delta: dict[str, Any], logprobs: object = None, finish: str | None = None
+    ) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return event({**answer.head("chat.completion.chunk"), "choices": [choice]})
+
+    def _logprobs(self, answer: Answer, parts: Sequence[Generation]) -> dict[str, Any] | None:
+        if not answer.wanted.logprobs:
+            return None
+        content = []
+        for token, logprob in _pairs(parts):
+            text = self.spelt(token)
+            content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        return {"content": content}
+
+
+@dataclass(frozen=True)
+class CompletionShape:
+    """`spelt`: a token as text."""
+
+    spelt: Callable[[int], str]
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        choice = {
+            "index": 0,
+            "text": answer.reply.text,
+            "logprobs": self._logprobs(answer, answer.parts),
+            "finish_reason": answer.finish_reason,
+        }
+        return {**answer.head("text_completion"), "choices": [choice], "usage": answer.usage()}
+
+    def begun(self, answer: Answer) -> bytes:
+        return b""
+
+    def grown(self, answer: Answer, text: str) -> bytes:
+        logprobs = self._logprobs(answer, answer.parts[-1:])
+        return self._chunk(answer, text, logprobs) if text or logprobs else b""
+
+    def ended(self, answer: Answer, text: str) -> bytes:
+        return self._chunk(answer, text, finish=answer.finish_reason) + _usage_event(answer, "text_completion")
+
+    def _chunk(self, answer: Answer, text: str, logprobs: object = None, finish: str | None = None) -> bytes:
+        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return event({**answer.head("text_completion"), "choices": [choice]})
+
+    def _logprobs(self, answer: Answer, parts: Sequence[Generation]) -> dict[str, list[Any]] | None:
+        if not answer.wanted.logprobs:
+            return None
+        pairs = _pairs(parts)
+        texts = [self.spelt(token) for token, _ in pairs]
+        return {
+            "tokens": texts,
+            "token_logprobs": [logprob for _, logprob in pairs],
+            "top_logprobs": [],
+            "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
+        }
+
+
+class GenerateShape:
+    """SGLang's: as the engine answered, fields that slimerl does not know included; of several parts one answer."""
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        parts, tokens = answer.parts, answer.reply.tokens
+        meta = {**parts[-1].meta, "id": answer.answer_id}
+        if len(parts) > 1:
+            meta |= {
+                "prompt_tokens": answer.prompt_tokens,
+                "completion_tokens": len(tokens),
+                "cached_tokens": parts[0].cached_tokens,
+                "output_token_logprobs": [pair for part in parts for pair in part.meta["output_token_logprobs"]],
+                "weight_versions": _spans([version for part in parts for version in part.versions]),
+            }
+        if not answer.wanted.logprobs:
+            meta.pop("output_token_logprobs", None)
+        return {**parts[-1].answer, "text": answer.reply.text, "output_ids": tokens, "meta_info": meta}
+
+    def begun(self, answer: Answer) -> bytes:
+        return b""
+
+    def grown(self, answer: Answer, text: str) -> bytes:
+        """SGLang's events hold all that there is so far."""
+        return event(self.whole(answer))
+
+    def ended(self, answer: Answer, text: str) -> bytes:
+        return event(self.whole(answer))
+
+
+def _usage_event(answer: Answer, kind: str) -> bytes:
+    if not answer.wanted.stream_usage:
+        return b""
+    return event({**answer.head(kind), "choices": [], "usage": answer.usage()})
+
+
+def _pairs(parts: Sequence[Generation]) -> list[tuple[int, float]]:
+    return [pair for part in parts for pair in zip(part.tokens, part.logprobs, strict=True)]
+
+
+def _spans(versions: Sequence[int]) -> list[dict[str, Any]]:
+    spans: list[dict[str, Any]] = []
+    for place, version in enumerate(versions):
+        if spans and spans[-1]["version"] == str(version):
+            spans[-1]["end"] = place + 1
+        else:
+            spans.append({"version": str(version), "start": place, "end": place + 1})
+    return spans

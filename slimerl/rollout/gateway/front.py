@@ -1,0 +1,247 @@
+"""The gateway over HTTP: OpenAI's chat completions and completions, SGLang's generate, and tasks of agent programs.
+
+Flows in: requests with the gateway's key, each of a session. Flows out: replies, whole or as a stream, each recorded
+token by token in its session; errors in OpenAI's shape.
+
+A session is named by the header `x-session-id`, or behind the key: `Authorization: Bearer KEY:SESSION`. What names none
+is answered, but not recorded. `POST /v1/sessions` gives a task: one sample of the run, with a session of its own;
+`POST /v1/sessions/SESSION/finish` ends it. This module translates; what is decided is decided in the parts it holds.
+"""
+
+import hmac
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from slimerl.rollout.gateway.answers import DONE, Answer, encode, event
+from slimerl.rollout.gateway.desk import Desk, Order
+from slimerl.rollout.gateway.errors import ApiError, api_error
+from slimerl.rollout.gateway.external import Task
+from slimerl.rollout.gateway.requests import (
+    ChatBody,
+    CompletionBody,
+    FinishBody,
+    GenerateBody,
+    TaskBody,
+    read_body,
+)
+
+logger = logging.getLogger(__name__)
+
+SESSION_HEADER = "x-session-id"
+MAX_REQUEST_BYTES = 64 * 2**20
+MAX_NAME = 256
+"""Characters of a session's name."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class Gateway:
+    """`texts`: prompts of the data as they were written, by (whether held out, id). `silent_s`: told to programs."""
+
+    key: str
+    desk: Desk
+    texts: Mapping[tuple[bool, str], str]
+    system_prompt: str | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    open_requests: int = 0
+    stopping: bool = False
+
+    def application(self) -> web.Application:
+        application = web.Application(middlewares=[self._guard], client_max_size=MAX_REQUEST_BYTES)
+        application.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._completion),
+                web.post("/generate", self._generate),
+                web.post("/v1/sessions", self._take),
+                web.post("/v1/sessions/{session}/finish", self._finish),
+            ]
+        )
+        return application
+
+    def take_figures(self) -> dict[str, float]:
+        """`gateway/NAME`: how often it happened since the last call; and how much there is now."""
+        external = self.desk.external
+        counted = self.counts + external.counts
+        counted["sessions_forgotten"] = external.sessions.forgotten
+        self.counts.clear()
+        external.counts.clear()
+        external.sessions.forgotten = 0
+        now = {
+            "open_sessions": len(external.sessions),
+            "open_requests": self.open_requests,
+            "tasks_waiting": external.waiting,
+            "kept_tokens": external.sessions.tokens,
+        }
+        return {f"gateway/{name}": float(number) for name, number in (counted | Counter(now)).items()}
+
+    # --- handlers
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = {"id": self.desk.model, "object": "model", "created": self.desk.created, "owned_by": "slimerl"}
+        return _json({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = read_body(await request.read(), ChatBody)
+        return await self._reply(request, await self.desk.chat(self._session(request), body))
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        body = read_body(await request.read(), CompletionBody)
+        return await self._reply(request, await self.desk.completion(self._session(request), body))
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = read_body(await request.read(), GenerateBody)
+        return await self._reply(request, await self.desk.generate(self._session(request), body))
+
+    async def _take(self, request: web.Request) -> web.Response:
+        """Answers with a task, or with 204 where there is none after `wait_s`."""
+        body = read_body(await request.read(), TaskBody)
+        task = await self.desk.external.take(body.wait_s, body.session_id)
+        return web.Response(status=204) if task is None else _json(self._told(task))
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        body = read_body(await request.read(), FinishBody)
+        session_id = request.match_info["session"]
+        task = self.desk.external.end(session_id, body.reward, body.correct, body.error)
+        session = task.session
+        return _json({"session_id": session_id, "turns": len(session.turns), "branches": len(session.leaves())})
+
+    def _told(self, task: Task) -> dict[str, Any]:
+        prompt = task.prompt
+        text = self.texts[task.is_evaluation, prompt.prompt_id]
+        messages = [{"role": "user", "content": text}]
+        if self.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        return {
+            "session_id": task.session_id,
+            "api_key": f"{self.key}:{task.session_id}",
+            "prompt_id": prompt.prompt_id,
+            "messages": messages,
+            "prompt": text,
+            "answer": prompt.answer,
+            "evaluation": task.is_evaluation,
+            "silent_s": self.desk.external.silent_s,
+        }
+
+    # --- replies
+
+    async def _reply(self, request: web.Request, order: Order) -> web.StreamResponse:
+        self.open_requests += 1
+        self.counts["requests"] += 1
+        try:
+            if order.answer.wanted.stream:
+                return await self._streamed(request, order)
+            await self.desk.fill(order, _nobody)
+            return _json(order.shape.whole(order.answer))
+        finally:
+            self.open_requests -= 1
+
+    async def _streamed(self, request: web.Request, order: Order) -> web.StreamResponse:
+        """The stream is opened with the first part: what fails before is told by a status."""
+        answer, shape = order.answer, order.shape
+        stream = web.StreamResponse(
+            headers={"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+        )
+
+        async def tell(_: Answer) -> None:
+            begun = b""
+            if not stream.prepared:
+                await stream.prepare(request)
+                begun = shape.begun(answer)
+            await stream.write(begun + shape.grown(answer, answer.reply.tell()))
+
+        try:
+            rest = await self.desk.fill(order, tell)
+        except Exception as error:
+            failure = api_error(error)
+            if not stream.prepared or failure is None:
+                raise
+            self.counts[f"errors_{failure.name}"] += 1
+            await stream.write(event(failure.body()))
+            return stream
+        await stream.write(shape.ended(answer, rest) + DONE)
+        await stream.write_eof()
+        return stream
+
+    # --- who asks
+
+    def _session(self, request: web.Request) -> str:
+        """Name of the request's session; empty: none. Raises ApiError."""
+        name = request.headers.get(SESSION_HEADER) or _bearer(request).partition(":")[2]
+        if len(name) > MAX_NAME:
+            raise ApiError(400, "invalid_session", f"a session's name has at most {MAX_NAME} characters")
+        return name
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The key first; then every error takes OpenAI's shape, and is counted under its name."""
+        if request.path != "/health":
+            given = _bearer(request).partition(":")[0]
+            if not hmac.compare_digest(given.encode(), self.key.encode()):
+                return self._failed(
+                    ApiError(401, "invalid_api_key", "the key is missing or wrong; it stands in the run's gateway.json")
+                )
+            if self.stopping:
+                return self._failed(ApiError(503, "shutting_down", "the run is ending"))
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return self._failed(ApiError(error.status, "unknown_path", f"{request.method} {request.path}: {error}"))
+        except ConnectionError:
+            self.counts["disconnected"] += 1
+            raise
+        except Exception as error:
+            failure = api_error(error)
+            if failure is None:
+                logger.error("%s: an unexpected error", request.path, exc_info=error)
+                failure = ApiError(500, "internal_error", f"{type(error).__name__}: see the log of the rollout role")
+            return self._failed(failure)
+        except BaseException:
+            # cancelled: the client has gone
+            self.counts["disconnected"] += 1
+            raise
+
+    def _failed(self, error: ApiError) -> web.Response:
+        self.counts[f"errors_{error.name}"] += 1
+        return _json(error.body(), error.status)
+
+
+def _bearer(request: web.Request) -> str:
+    kind, _, value = request.headers.get("Authorization", "").partition(" ")
+    return value.strip() if kind.lower() == "bearer" else ""
+
+
+async def _nobody(_: Answer) -> None:
+    """Nobody reads along."""
+
+
+def _json(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(status=status, body=encode(body), content_type="application/json")
+
+
+@asynccontextmanager
+async def listening(gateway: Gateway, host: str, port: int, grace_s: float) -> AsyncIterator[str]:
+    """Serve while the context lasts; gives the URL.
+
+    A client that goes cancels its handler, and with it all that was done for it.
+    """
+    runner = web.AppRunner(gateway.application(), access_log=None, shutdown_timeout=grace_s, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, backlog=4096).start()
+        yield f"http://{host}:{runner.addresses[0][1]}"
+    finally:
+        gateway.stopping = True
+        await runner.cleanup()

@@ -1,0 +1,186 @@
+"""One turn of a session, from its tokens to the engine's: through the dispatcher, part by part.
+
+Flows in: where in a session the turn stands, what the client wants. Flows out: the turn, recorded, and meanwhile its
+parts. Weight updates, failing engines and chunks are the dispatcher's and the policy handle's business: a turn that
+they interrupt goes on from its tokens, and the client sees none of it.
+Invariants: a turn is recorded whole or not at all; whatever ends it (an answer, a failure, a client that has gone) ends
+its request in the engine and its reservation; a conversation never has more tokens than a sample of the run may have.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slimerl.engine.protocol import SamplingParams
+from slimerl.rollout.agents.policy import STOP, Generates, Policy, Watcher
+from slimerl.rollout.dispatch import Completion, GenerateRequest
+from slimerl.rollout.gateway.answers import Answer
+from slimerl.rollout.gateway.errors import ApiError, refused
+from slimerl.rollout.gateway.external import Task
+from slimerl.rollout.gateway.requests import Wanted
+from slimerl.rollout.gateway.sessions import Session, Sessions, Turn
+from slimerl.rollout.parts import Parts
+from slimerl.samples.sample import Sample
+
+LONG_TOKENS = 4096
+"""Decoding more takes longer than a millisecond, and is done off the event loop."""
+_UNBOUND = "gateway"
+"""Prompt id of what no task asked for."""
+
+Told = Callable[[Answer], Awaitable[None]]
+"""Awaited after each part; what it raises ends the turn."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a session a turn stands: what it goes on with, the tokens that are new, and the digest of all that."""
+
+    session: Session
+    task: Task | None
+    parent: Turn | None
+    observed: "array[int]"
+    asked: bytes
+
+
+@dataclass
+class _Routed:
+    """The dispatcher, as one turn has it."""
+
+    dispatcher: Generates
+    session: str
+    seed: int | None
+    answer: Answer
+    told: Told
+    stopped: bool = False
+    """A stop text was found."""
+
+    async def generate(
+        self, request: GenerateRequest, started: Callable[[], None] = lambda: None, urgent: bool = False
+    ) -> Completion:
+        params = request.params if self.seed is None else replace(request.params, seed=self.seed & 0x7FFF_FFFF)
+        # not by `replace`, which takes a multiple of the time
+        routed = GenerateRequest(
+            request.request_id, request.group, request.tokens, params, self.session, request.expected_new_tokens
+        )
+        completion = await self.dispatcher.generate(routed, started, urgent)
+        generation, reply = completion.generation, self.answer.reply
+        self.answer.parts.append(generation)
+        if len(reply.tokens) + len(generation.tokens) < LONG_TOKENS:
+            self.stopped = reply.take(generation.tokens)
+        else:
+            self.stopped = await asyncio.to_thread(reply.take, generation.tokens)
+        await self.told(self.answer)
+        return completion
+
+
+@dataclass
+class _Books(Watcher):
+    """Between a turn and its task: the group's figures are the task's, its states are those of the whole session."""
+
+    routed: _Routed
+    task: Task | None
+    policy: Policy | None = None
+
+    def answered(self, request: GenerateRequest, completion: Completion) -> None:
+        if self.task is not None:
+            self.task.policy.watcher.answered(request, completion)
+
+    def paused(self, interrupted: bool) -> None:
+        """A stop text that lies across two parts is seen by nobody but us."""
+        if self.routed.stopped and self.policy is not None:
+            self.policy.end(STOP)
+
+
+@dataclass
+class TurnSampler:
+    """`parts`: of what no task asks for; `max_prompt_tokens`: `data.max_prompt_tokens`; `request_s`: for one turn."""
+
+    dispatcher: Generates
+    sessions: Sessions
+    parts: Parts
+    max_prompt_tokens: int
+    request_s: float
+
+    async def sample(self, place: Place, wanted: Wanted, answer: Answer, told: Told) -> Turn:
+        """Sample a turn and record it, but for what the client is told (`Session.complete`).
+
+        Raises:
+            ApiError: it does not fit, or took longer than `request_s`.
+            GenerationFailed: no engine generated it.
+            SessionError: the session is full.
+        """
+        session, task = place.session, place.task
+        run_parts = task.policy.parts if task is not None else self.parts
+        budget = self._budget(place, run_parts.params, wanted)
+        turn = session.begin(place.parent, place.observed, place.asked)
+        try:
+            sample = self._sample(place, turn)
+            answer.prompt_tokens = len(sample.prompt_tokens)
+            routed = _Routed(self.dispatcher, session.session_id, wanted.seed, answer, told)
+            books = _Books(routed, task)
+            params = _params(run_parts.params, wanted, budget)
+            parts = Parts(params, run_parts.run_seed, run_parts.chunk_tokens, run_parts.lengths)
+            urgent = task is not None and task.is_evaluation
+            policy = books.policy = Policy(sample, parts, routed, books, urgent)
+            if task is not None:
+                task.policy.begin()
+            async with asyncio.timeout(self.request_s):
+                answer.finish_reason = await policy.turn()
+        except BaseException as error:
+            session.abandon(turn)
+            self.sessions.grown(session)
+            if isinstance(error, TimeoutError):
+                late = f"no engine had answered after {self.request_s:g} s (deadlines.batch_s)"
+                raise ApiError(504, "deadline", late) from None
+            raise
+        session.complete(turn, sample.response_tokens, sample.behavior_logprobs, sample.versions, answer.finish_reason)
+        self.sessions.grown(session)
+        return turn
+
+    def _budget(self, place: Place, params: SamplingParams, wanted: Wanted) -> int:
+        """Tokens that the turn may have: a conversation as a whole has no more than one response of the run."""
+        before = place.parent.length if place.parent is not None else 0
+        context = before + len(place.observed)
+        opening = place.parent.opening_length if place.parent is not None else context
+        if opening > self.max_prompt_tokens:
+            raise refused(
+                f"the prompt has {opening} tokens, more than data.max_prompt_tokens = {self.max_prompt_tokens}",
+                "messages",
+                "context_length_exceeded",
+            )
+        left = params.max_new_tokens - (context - opening)
+        if left < 1:
+            raise refused(
+                f"the conversation has {context - opening} tokens behind its first prompt; with the next reply they "
+                f"would be more than a sample may have ({params.max_new_tokens}, rollout.max_new_tokens)",
+                "messages",
+                "context_length_exceeded",
+            )
+        return left if wanted.max_tokens is None else min(left, wanted.max_tokens)
+
+    def _sample(self, place: Place, turn: Turn) -> Sample:
+        """That the engine continues: the context is its prompt."""
+        task = place.task
+        whole = task.sample if task is not None else None
+        name = f"{whole.sample_id if whole else place.session.session_id}/turn-{turn.number}"
+        context = tuple(turn.context())
+        if whole is None:
+            return Sample(name, "", _UNBOUND, context)
+        return Sample(name, whole.group_id, whole.prompt_id, context)
+
+
+def _params(params: SamplingParams, wanted: Wanted, budget: int) -> SamplingParams:
+    extra: Mapping[str, Any] = params.extra
+    if wanted.engine_params or wanted.stops:
+        stop = {"stop": list(wanted.stops)} if wanted.stops else {}
+        extra = {**extra, **(wanted.engine_params or {}), **stop}
+    return SamplingParams(
+        budget,
+        params.temperature,
+        params.top_p,
+        params.seed,
+        () if wanted.ignores_eos else params.stop_token_ids,
+        extra,
+    )
