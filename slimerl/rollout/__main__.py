@@ -28,7 +28,7 @@ from slimerl.rewards.build import build_reward, reads_prompt
 from slimerl.rewards.outcome import RewardUnavailable, RunningReward
 from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.dispatch import Dispatcher
-from slimerl.rollout.engines import EngineClients
+from slimerl.rollout.engines import EngineClients, Engines
 from slimerl.rollout.evaluation import Evaluation
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.kv_fleet import EngineModel
@@ -39,6 +39,8 @@ from slimerl.rollout.prompts import Prompt, PromptStream, read_rows, tokenize_ro
 from slimerl.rollout.router import LeastLoaded, Router
 from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
 from slimerl.rollout.service import ControlService
+from slimerl.rollout.speculation.dispatcher import Speculation, SpeculativeDispatcher
+from slimerl.rollout.speculation.drafts_file import DraftsFile
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.rollout.weights import WeightHold
 from slimerl.samples.messages import ADDRESS_FILE, ServiceAddress
@@ -137,7 +139,8 @@ async def _service(
     rollout, training = spec.rollout, spec.training
     router = build_router(spec)
     clients = EngineClients(spec.deadlines.request_s)
-    dispatcher = Dispatcher(router, clients, spec.deadlines.request_s)
+    speculation = build_speculation(spec)
+    dispatcher = build_dispatcher(spec, router, clients, speculation)
     judge = Judge(inputs.tokenizer.decode, reward, reads_prompt(spec.reward), reward.take_events)
     params = SamplingParams(
         rollout.max_new_tokens,
@@ -164,7 +167,7 @@ async def _service(
     weights = WeightHold(dispatcher, clients, spec.engine.replicas, spec.deadlines.start_s, on_update=rollout.on_update)
     evaluation = Evaluation(inputs.held_out, _evaluation_params(spec, params), spec.seed, dispatcher, judge)
     lag = LoopLag()
-    service = ControlService(token, router, clients, scheduler, weights, evaluation, lag, shutdown=ended)
+    service = ControlService(token, router, clients, scheduler, weights, evaluation, lag, speculation, shutdown=ended)
     try:
         yield service
     finally:
@@ -185,6 +188,24 @@ def build_router(spec: RunSpec) -> Router:
     groups = REMEMBERED_BATCHES * spec.training.prompts_per_step * (1 + spec.rollout.max_staleness)
     memory = Memory(sessions=groups * siblings, groups=groups)
     return KvRouter(requests, siblings, model, clock=time.monotonic, memory=memory)
+
+
+def build_speculation(spec: RunSpec) -> Speculation | None:
+    """As `rollout.speculation` says; None where it is off."""
+    wanted = spec.rollout.speculation
+    if not wanted.is_on:
+        return None
+    config = json.loads((spec.model.path / "config.json").read_text(encoding="utf-8"))
+    return Speculation(
+        *(wanted, spec.seed, config["vocab_size"], wanted.lenience(spec.algorithm.name)),
+        file=DraftsFile(spec.run_dir, keep=spec.checkpoint.keep_last + 1),
+    )
+
+
+def build_dispatcher(spec: RunSpec, router: Router, engines: Engines, speculation: Speculation | None) -> Dispatcher:
+    if speculation is None:
+        return Dispatcher(router, engines, spec.deadlines.request_s)
+    return SpeculativeDispatcher(router, engines, spec.deadlines.request_s, speculation=speculation)
 
 
 def _evaluation_params(spec: RunSpec, params: SamplingParams) -> SamplingParams:
