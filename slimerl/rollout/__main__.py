@@ -41,6 +41,7 @@ from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
 from slimerl.rollout.service import ControlService
 from slimerl.rollout.speculation.dispatcher import Speculation, SpeculativeDispatcher
 from slimerl.rollout.speculation.drafts_file import DraftsFile
+from slimerl.rollout.speculation.engine_drafts import EngineDrafts, WatchedDispatcher
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.rollout.weights import WeightHold
 from slimerl.samples.messages import ADDRESS_FILE, ServiceAddress
@@ -139,8 +140,7 @@ async def _service(
     rollout, training = spec.rollout, spec.training
     router = build_router(spec)
     clients = EngineClients(spec.deadlines.request_s)
-    speculation = build_speculation(spec)
-    dispatcher = build_dispatcher(spec, router, clients, speculation)
+    dispatcher, speculation = build_dispatcher(spec, router, clients)
     judge = Judge(inputs.tokenizer.decode, reward, reads_prompt(spec.reward), reward.take_events)
     params = SamplingParams(
         rollout.max_new_tokens,
@@ -190,22 +190,22 @@ def build_router(spec: RunSpec) -> Router:
     return KvRouter(requests, siblings, model, clock=time.monotonic, memory=memory)
 
 
-def build_speculation(spec: RunSpec) -> Speculation | None:
-    """As `rollout.speculation` says; None where it is off."""
-    wanted = spec.rollout.speculation
+def build_dispatcher(
+    spec: RunSpec, router: Router, engines: Engines
+) -> tuple[Dispatcher, Speculation | EngineDrafts | None]:
+    """As `rollout.speculation` and `engine.drafting` say, and what drafts of either kind are to tell."""
+    wanted, request_s = spec.rollout.speculation, spec.deadlines.request_s
+    if spec.engine.drafting is not None:
+        drafts = EngineDrafts()
+        return WatchedDispatcher(router, engines, request_s, drafts=drafts), drafts
     if not wanted.is_on:
-        return None
+        return Dispatcher(router, engines, request_s), None
     config = json.loads((spec.model.path / "config.json").read_text(encoding="utf-8"))
-    return Speculation(
+    speculation = Speculation(
         *(wanted, spec.seed, config["vocab_size"], wanted.lenience(spec.algorithm.name)),
         file=DraftsFile(spec.run_dir, keep=spec.checkpoint.keep_last + 1),
     )
-
-
-def build_dispatcher(spec: RunSpec, router: Router, engines: Engines, speculation: Speculation | None) -> Dispatcher:
-    if speculation is None:
-        return Dispatcher(router, engines, spec.deadlines.request_s)
-    return SpeculativeDispatcher(router, engines, spec.deadlines.request_s, speculation=speculation)
+    return SpeculativeDispatcher(router, engines, request_s, speculation=speculation), speculation
 
 
 def _evaluation_params(spec: RunSpec, params: SamplingParams) -> SamplingParams:

@@ -24,6 +24,7 @@ from slimerl.rollout.loop_lag import LoopLag
 from slimerl.rollout.router import Router, RouterError
 from slimerl.rollout.scheduler import RolloutStopped, Scheduler
 from slimerl.rollout.speculation.dispatcher import Speculation
+from slimerl.rollout.speculation.engine_drafts import EngineDrafts
 from slimerl.rollout.weights import HoldError, WeightHold
 from slimerl.samples.messages import (
     TOKEN_HEADER,
@@ -82,7 +83,7 @@ class ControlService:
     weights: WeightHold
     evaluation: Evaluation
     lag: LoopLag
-    speculation: Speculation | None = None
+    speculation: Speculation | EngineDrafts | None = None
     shutdown: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the role is to end."""
     _progress: asyncio.Event = field(default_factory=asyncio.Event)

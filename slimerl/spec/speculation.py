@@ -75,7 +75,7 @@ class DraftingSpec(Strict):
     """The draft model; of mtp the checkpoint's own layer."""
     frozen: bool = False
     """The draft keeps the weights that it starts with. No trainer trains a draft, so that there is no other: as the
-    policy moves away, fewer drafts are accepted (`rollout/engine_draft_acceptance`), the samples stay exact."""
+    policy moves away, fewer drafts are accepted (`speculation/engine_accepted_fraction`); samples stay the policy's."""
     steps: Positive = 3
     """Tokens that the draft is ahead."""
     branches: Positive = 1
@@ -85,11 +85,6 @@ class DraftingSpec(Strict):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "DraftingSpec":
-        if not self.frozen:
-            raise ValueError(
-                f"engine.drafting.method {self.method}: the trainer trains no draft, so that no weight sync carries "
-                "its weights; set engine.drafting.frozen: true to draft with those of the checkpoint"
-            )
         if (self.model_path is None) != (self.method == "mtp"):
             needs = "is the model's own layer and takes no" if self.method == "mtp" else "needs its draft model in"
             raise ValueError(f"engine.drafting.method {self.method} {needs} engine.drafting.model_path")

@@ -22,6 +22,7 @@ from slimerl.rollout.prompts import Prompt, PromptStream
 from slimerl.rollout.router import Router
 from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
 from slimerl.rollout.service import ControlService
+from slimerl.rollout.speculation.dispatcher import Speculation, SpeculativeDispatcher
 from slimerl.rollout.weights import WeightHold
 from slimerl.samples.messages import BatchManifest, NextBatchRequest
 from slimerl.samples.store import SampleStore
@@ -94,6 +95,7 @@ async def rollout(
     dynamic_sampling_rounds: int = 0,
     chunk_tokens: int | None = None,
     on_update: str = "retract",
+    speculation: Speculation | None = None,
 ) -> AsyncIterator[Scene]:
     """Running, with its engines joined but nothing released yet."""
     async with AsyncExitStack() as stack:
@@ -101,6 +103,8 @@ async def rollout(
         router = KvRouter(capacity, size, EngineModel(slots=capacity), clock=time.monotonic)
         clients = EngineClients(request_s)
         dispatcher = Dispatcher(router, clients, request_s)
+        if speculation is not None:
+            dispatcher = SpeculativeDispatcher(router, clients, request_s, speculation=speculation)
         reward = TellingReward()
         judge = Judge(lambda tokens: " ".join(map(str, tokens)), reward)
         params = SamplingParams(max_new_tokens, stop_token_ids=(2,))
@@ -115,7 +119,9 @@ async def rollout(
         weights = WeightHold(dispatcher, clients, engines_expected=engines, start_s=PATIENCE_S, on_update=on_update)
         held_out = [Prompt(f"h{number}", (20, number), str(number)) for number in range(6)]
         evaluation = Evaluation(held_out, SamplingParams(max_new_tokens, 0.0), SEED, dispatcher, judge)
-        service = ControlService("token", router, clients, scheduler, weights, evaluation, lag or LoopLag())
+        service = ControlService(
+            "token", router, clients, scheduler, weights, evaluation, lag or LoopLag(), speculation
+        )
         for fake in fakes:
             clients.add(fake.info)
             router.join(fake.info)
