@@ -141,6 +141,8 @@ def read_generation(answer: dict[str, Any]) -> Generation:
         finish = meta["finish_reason"]
     except (KeyError, TypeError) as error:
         raise ProtocolError(f"a /generate answer without {error}: {str(answer)[:300]}") from None
+    if isinstance(finish, dict) and finish.get("length") == 0:
+        pairs = []  # a request for no token that was batched with others has the logprob of one it does not have
     tokens = [int(pair[1]) for pair in pairs]
     if list(answer.get("output_ids") or []) != tokens:
         raise ProtocolError(
