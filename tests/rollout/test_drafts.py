@@ -195,6 +195,8 @@ def test_files_of_the_last_checkpoints_stay_and_no_others(tmp_path):
     for step in (9, 10, 11):
         file.write(step, [])
     assert sorted(path.name for path in (tmp_path / "drafts").iterdir()) == ["step-10", "step-11"]
+    file.write(10, [])  # gone on from an earlier checkpoint
+    assert sorted(path.name for path in (tmp_path / "drafts").iterdir()) == ["step-10"]
 
 
 def test_the_one_of_many_long_answers_that_has_the_context_is_found_in_its_middle():

@@ -16,14 +16,14 @@ from scipy import stats
 from slimerl.engine.client import EngineClient
 from slimerl.engine.protocol import SamplingParams, read_scores
 from slimerl.rollout.dispatch import GenerateRequest
-from slimerl.rollout.prompts import sampling_seed
+from slimerl.rollout.prompts import Prompt, sampling_seed
 from slimerl.rollout.speculation.dispatcher import Speculation
 from slimerl.samples.messages import unpack_array
 from slimerl.spec.speculation import SpeculationSpec
 
 VOCABULARY = 512
 PROMPT = (10, 11, 12, 13, 14, 15)
-DRAWS = 3000
+DRAWS = 2100
 
 
 def speculation(tier: str, **options: Any) -> Speculation:
@@ -128,7 +128,7 @@ def two_epochs(engine: RunningEngine, spec: Speculation | None, **options: Any) 
 
     async def scene(made: Scene) -> None:
         stream = made.scheduler.prompts
-        stream.prompts = stream.prompts[:2]
+        stream.prompts = [Prompt(f"p{number}", (10, number, 20, 21, 22), "") for number in range(2)]
         made.scheduler.advance(0)
         for step in (1, 2):
             manifest = await made.batch(step, timeout_s=60.0)

@@ -202,6 +202,18 @@ def test_what_engines_cannot_score_and_evaluations_go_out_as_they_came(changes: 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("group", ["", "session-7", "a/b"])
+def test_a_request_that_is_for_no_sample_of_a_prompt_goes_out_as_it_came(group: str):
+    async def run() -> None:
+        async with stage() as made:
+            for session in ("one", "other"):
+                await made.dispatcher.generate(replace(request(0, 0), group=group, session=session))
+            assert not made.engine.scored
+            assert len(made.engine.decoded) == 2
+
+    asyncio.run(run())
+
+
 def test_a_run_with_drafts_from_earlier_steps_alone_draws_the_same_again_however_it_is_batched():
     async def run(capacity: int) -> list[list[int]]:
         async with stage(siblings=False, capacity=capacity) as made:

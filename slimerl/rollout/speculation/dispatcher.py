@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from slimerl.engine.protocol import Generation, ProtocolError, SamplingParams, Scores, read_scores
+from slimerl.engine.protocol import Generation, ProtocolError, Scores, read_scores
 from slimerl.rollout.dispatch import Completion, Dispatcher, GenerateRequest, GenerationFailed
 from slimerl.rollout.prompts import sampling_seed
 from slimerl.rollout.speculation import coupled, rules
-from slimerl.rollout.speculation.drafts import Draft, Drafts, prompt_of
+from slimerl.rollout.speculation.drafts import Draft, Drafts, names_a_prompt, prompt_of
 from slimerl.rollout.speculation.drafts_file import DraftsFile
 from slimerl.rollout.speculation.figures import Figures
 from slimerl.samples.messages import EngineState
@@ -31,7 +31,7 @@ from slimerl.spec.speculation import SpeculationSpec
 
 logger = logging.getLogger(__name__)
 
-ALTERNATIVES = 256
+ALTERNATIVES = 512
 """Most likely tokens that the coupled tier asks for at each place: all of a small vocabulary; of a large one enough to
 tell most winners."""
 WORTHWHILE = 2
@@ -69,9 +69,11 @@ class Speculation:
     def alternatives(self) -> int:
         return min(self.vocabulary, ALTERNATIVES) if self.spec.tier == "coupled" else 0
 
-    def applies(self, params: SamplingParams) -> bool:
-        """Do engines score what they would draw from with these?"""
-        return params.temperature == 1.0 and params.top_p == 1.0 and params.seed is not None and not params.extra
+    def applies(self, request: GenerateRequest) -> bool:
+        """Is the request for a sample of a known prompt, and do engines score what they would draw from?"""
+        params = request.params
+        plain = params.temperature == 1.0 and params.top_p == 1.0 and params.seed is not None and not params.extra
+        return plain and names_a_prompt(request.group)
 
     def keyed(self, request: GenerateRequest) -> GenerateRequest:
         """With the seed of its tier: coupled draws use that of the same sample in every epoch."""
@@ -183,7 +185,7 @@ class SpeculativeDispatcher(Dispatcher):
         self, request: GenerateRequest, started: Callable[[], None] = _nothing, urgent: bool = False
     ) -> Completion:
         """As of `Dispatcher`; urgent requests, and those whose draws cannot be scored, go without drafts."""
-        if urgent or not self.speculation.applies(request.params):
+        if urgent or not self.speculation.applies(request):
             return await super().generate(request, started, urgent)
         request = self.speculation.keyed(replace(request, session=request.session or request.request_id))
         answer = _Answer(request, started)

@@ -258,5 +258,10 @@ def prompt_of(group: str) -> str:
     return group.partition("/")[2]
 
 
+def names_a_prompt(group: str) -> bool:
+    epoch, _, prompt = group.partition("/")
+    return epoch.isdecimal() and bool(prompt)
+
+
 def _epoch(group: str) -> int:
     return int(group.partition("/")[0])

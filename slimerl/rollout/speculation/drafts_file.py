@@ -49,8 +49,10 @@ class DraftsFile:
             self._directory.mkdir(parents=True, exist_ok=True)
             part.write_bytes(xxhash.xxh64_digest(body) + body)
             part.replace(path)
-            for old in self._steps()[: -self._keep]:
-                (self._directory / f"step-{old}").unlink(missing_ok=True)
+            earlier = [each for each in self._steps() if each <= step]
+            # later ones are of a time that the run went back from
+            for other in set(self._steps()) - set(earlier[-self._keep :]):
+                (self._directory / f"step-{other}").unlink(missing_ok=True)
         except OSError as error:
             logger.warning("%s: answers for drafts are not kept: %s; free disk space", path, error)
 
