@@ -14,16 +14,17 @@ from scene import SEED, Scene, rollout
 from scipy import stats
 
 from slimerl.engine.client import EngineClient
+from slimerl.engine.fleet import EngineFleet
 from slimerl.engine.protocol import SamplingParams, read_scores
 from slimerl.rollout.dispatch import GenerateRequest
 from slimerl.rollout.prompts import Prompt, sampling_seed
 from slimerl.rollout.speculation.dispatcher import Speculation
-from slimerl.samples.messages import unpack_array
+from slimerl.samples.messages import BatchManifest, HoldReply, HoldRequest, ReleaseRequest, unpack_array
 from slimerl.spec.speculation import SpeculationSpec
 
 VOCABULARY = 512
 PROMPT = (10, 11, 12, 13, 14, 15)
-DRAWS = 2100
+DRAWS = 1800
 
 
 def speculation(tier: str, **options: Any) -> Speculation:
@@ -119,7 +120,20 @@ def test_tier_exact_has_the_law_of_the_engine_as_direct_sampling_has(engines: En
     play(engine, scene, groups=1, size=2, capacity=64, speculation=drafts, steps=1, max_new_tokens=1)
 
 
-Batch = dict[str, tuple[list[int], list[float]]]
+Batch = dict[str, tuple[list[int], list[float], list[int]]]
+"""Sample → tokens (those of the prompt, too), log-probabilities, versions."""
+
+
+def contents(made: Scene, manifest: BatchManifest) -> Batch:
+    payloads = made.store.payloads([sample.sample_id for sample in manifest.samples])
+    return {
+        one.sample_id: (
+            unpack_array(one.tokens, "int32").tolist(),
+            unpack_array(one.behavior_logprobs, "float32").tolist(),
+            unpack_array(one.versions, "int32").tolist(),
+        )
+        for one in payloads
+    }
 
 
 def two_epochs(engine: RunningEngine, spec: Speculation | None, **options: Any) -> tuple[Batch, dict[str, float]]:
@@ -132,17 +146,10 @@ def two_epochs(engine: RunningEngine, spec: Speculation | None, **options: Any) 
         made.scheduler.advance(0)
         for step in (1, 2):
             manifest = await made.batch(step, timeout_s=60.0)
-            payloads = made.store.payloads([sample.sample_id for sample in manifest.samples])
+            batch = contents(made, manifest)
             made.scheduler.trained(manifest.batch_id)
             await serve(made, engine, step)
             made.scheduler.advance(step)
-        batch = {
-            one.sample_id: (
-                unpack_array(one.tokens, "int32").tolist(),
-                unpack_array(one.behavior_logprobs, "float32").tolist(),
-            )
-            for one in payloads
-        }
         assert {sample.newest_version for sample in manifest.samples} == {1}
         assert made.store.counts().dropped == {}
         found.append((batch, manifest.metrics))
@@ -156,10 +163,8 @@ def test_tier_coupled_says_the_same_with_drafts_and_without_and_decodes_next_to_
     engine = engines("qwen3")
     drafted, figures = two_epochs(engine, speculation("coupled"))
     alone, none = two_epochs(engine, speculation("coupled", draft_tokens=1, drafts_per_request=1))
-    assert {name: tokens for name, (tokens, _) in drafted.items()} == {
-        name: tokens for name, (tokens, _) in alone.items()
-    }
-    for name, (_, logprobs) in drafted.items():
+    assert {name: one[0] for name, one in drafted.items()} == {name: one[0] for name, one in alone.items()}
+    for name, (_, logprobs, _) in drafted.items():
         assert logprobs == pytest.approx(alone[name][1], abs=1e-4)
     assert figures["speculation/reused_fraction"] > 0.9
     assert none["speculation/reused_fraction"] < 0.2
@@ -171,7 +176,7 @@ def test_a_run_without_speculation_is_that_of_before_and_tier_exact_repeats_itse
     assert not [name for name in metrics if name.startswith("speculation/")]
     runs = [two_epochs(engine, speculation("exact", siblings=False), capacity=capacity) for capacity in (64, 2)]
     assert runs[0][0].keys() == plain.keys()
-    tokens = [{name: one for name, (one, _) in batch.items()} for batch, _ in runs]
+    tokens = [{name: one[0] for name, one in batch.items()} for batch, _ in runs]
     assert tokens[0] == tokens[1]
     assert runs[0][1]["speculation/drafted_tokens"] > 0
 
@@ -182,6 +187,48 @@ def test_tier_lenient_keeps_the_old_answers_of_an_unchanged_policy(engines: Engi
     assert figures["speculation/accepted_fraction"] > 0.99
     assert figures["speculation/logprob_gap"] < 1e-3
     assert figures["speculation/bias_estimate"] < 1e-3
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_a4_new_weights_amid_drafts_lose_and_double_nothing(engines: Engines, mode: str):
+    """Injected: twelve updates. The weights and the keys stay the same, so that the tokens must, too."""
+    engine = engines("qwen3")
+    sizes: dict[str, Any] = {"groups": 2, "size": 4, "max_new_tokens": 120, "chunk_tokens": 40, "on_update": mode}
+    batches: list[Batch] = []
+    accepted: list[float] = []
+
+    def update(reply: HoldReply, version: int) -> None:
+        with EngineFleet(reply.engines, 30.0, reply.pause) as fleet:
+            fleet.pause()
+            fleet.begin_weight_update()
+            fleet.end_weight_update(version)
+            fleet.flush_cache()
+            fleet.continue_generation()
+
+    async def scene(made: Scene) -> None:
+        for version in range(1, 13) if batches else ():
+            await made.service.clients[engine.info.engine_id].generate([5, 6], SamplingParams(2))
+            reply = await made.weights.hold(HoldRequest(version, 60.0))
+            await asyncio.to_thread(update, reply, version)
+            made.weights.release(ReleaseRequest(reply.lease_id, version, [engine.info.engine_id]))
+        manifest = await made.batch(1, timeout_s=60.0)
+        assert made.store.counts().dropped == {}
+        batches.append(contents(made, manifest))
+        accepted.append(manifest.metrics["speculation/accepted_tokens"])
+        assert all(versions == sorted(versions) for _, _, versions in batches[-1].values())
+
+    play(engine, scene, speculation=speculation("coupled"), **sizes)
+    drafts = speculation("coupled", draft_tokens=8)
+    for sample, (tokens, logprobs, _) in batches[0].items():
+        epoch, prompt, number = sample.split("/")
+        old, context = f"{int(epoch) + 9}/{prompt}", tokens[: -len(logprobs)]
+        drafts.drafts.add(old, f"{old}/{number}", context, tokens[len(context) :], logprobs, -1, stopped=False)
+    play(engine, scene, speculation=drafts, **sizes)
+    assert {name: one[0] for name, one in batches[1].items()} == {name: one[0] for name, one in batches[0].items()}
+    for name, (_, logprobs, _) in batches[1].items():
+        assert logprobs == pytest.approx(batches[0][name][1], abs=1e-4)
+    assert len({version for _, _, versions in batches[1].values() for version in versions}) > 3
+    assert accepted[1] > accepted[0] + 100
 
 
 def test_a_score_is_what_the_same_token_was_drawn_with(engines: Engines):
