@@ -5,7 +5,7 @@ Flows in: the sections' keys. Flows out: their specs, and what does not fit the 
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from slimerl.spec.algorithm import AlgorithmSpec
 from slimerl.spec.fields import FilePath, Positive, Real, Strict
@@ -15,10 +15,15 @@ LENIENCE = {"ppo": 0.3, "dapo": 0.15}
 GRPO_LENIENCE = 0.5
 
 
+def _off_from_false(value: object) -> object:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
 class SpeculationSpec(Strict):
     """Drafts from siblings and the epoch before, scored in one pass of an engine instead of decoded token by token."""
 
-    tier: Literal["off", "exact", "lenient", "coupled"] = "off"
+    tier: Annotated[Literal["off", "exact", "lenient", "coupled"], BeforeValidator(_off_from_false)] = "off"
     """exact: every token has the policy's distribution (draft tokens are kept with their probability, a rejected one is
     drawn from the residual). coupled: seeds stay the same over the epochs, and a token is kept where the engine's keyed
     draw gives it again; the tokens are those without drafts. lenient: old tokens are kept by the ratio of their

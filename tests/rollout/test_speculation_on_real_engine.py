@@ -206,6 +206,7 @@ def test_a4_new_weights_amid_drafts_lose_and_double_nothing(engines: Engines, mo
             fleet.continue_generation()
 
     async def scene(made: Scene) -> None:
+        made.scheduler.advance(0)
         for version in range(1, 13) if batches else ():
             await made.service.clients[engine.info.engine_id].generate([5, 6], SamplingParams(2))
             reply = await made.weights.hold(HoldRequest(version, 60.0))

@@ -1,10 +1,11 @@
 """`rollout.speculation` and `engine.drafting`: what goes together, and what the refusals say."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slimerl.spec import RunSpec, SpecError
+from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.spec.load import spec_from_tree
 
 
@@ -31,6 +32,16 @@ def refusal(*args: Any, **sections: Any) -> str:
 def test_speculation_is_off_unless_asked_for():
     assert not spec().rollout.speculation.is_on
     assert spec().engine.drafting is None
+
+
+def test_off_is_off_as_yaml_reads_it_too(tmp_path: Path):
+    file = tmp_path / "spec.yaml"
+    file.write_text(
+        "name: n\nmodel: {path: m}\ndata: {train_path: t.jsonl}\ntraining: {steps: 1, prompts_per_step: 8}\n"
+        "rollout: {speculation: {tier: off}}\n"
+    )
+    assert load_spec(file, ["rollout.speculation.tier=off"]).rollout.speculation.tier == "off"
+    assert load_spec(file, []).rollout.speculation.tier == "off"
 
 
 @pytest.mark.parametrize("tier", ["exact", "lenient", "coupled"])
