@@ -75,6 +75,8 @@ def main(
     for tier in [OFF, *tiers.split(",")]:
         with console.status(tier), tempfile.TemporaryDirectory() as scratch:
             measured.append(measure(spec, overrides or [], tier, prompts, epochs, Path(scratch)))
+        seconds = ", ".join(f"{each:.2f}" for each in measured[-1].epoch_s)
+        console.print(f"{tier}: {measured[-1].decoded:,.0f} tokens decoded; seconds by epoch: {seconds}")
     if as_json:
         print(json.dumps([{**vars(each), "later_s": each.later_s, "error": each.error} for each in measured], indent=2))
         return
