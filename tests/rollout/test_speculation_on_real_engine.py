@@ -191,7 +191,7 @@ def test_tier_lenient_keeps_the_old_answers_of_an_unchanged_policy(engines: Engi
 
 @pytest.mark.parametrize("mode", ["retract", "abort"])
 def test_a4_new_weights_amid_drafts_lose_and_double_nothing(engines: Engines, mode: str):
-    """Injected: twelve updates. The weights and the keys stay the same, so that the tokens must, too."""
+    """Injected: six updates. The weights and the keys stay the same, so that the tokens must, too."""
     engine = engines("qwen3")
     sizes: dict[str, Any] = {"groups": 2, "size": 4, "max_new_tokens": 120, "chunk_tokens": 40, "on_update": mode}
     batches: list[Batch] = []
@@ -207,7 +207,7 @@ def test_a4_new_weights_amid_drafts_lose_and_double_nothing(engines: Engines, mo
 
     async def scene(made: Scene) -> None:
         made.scheduler.advance(0)
-        for version in range(1, 13) if batches else ():
+        for version in range(1, 7) if batches else ():
             await made.service.clients[engine.info.engine_id].generate([5, 6], SamplingParams(2))
             reply = await made.weights.hold(HoldRequest(version, 60.0))
             await asyncio.to_thread(update, reply, version)
@@ -228,7 +228,7 @@ def test_a4_new_weights_amid_drafts_lose_and_double_nothing(engines: Engines, mo
     assert {name: one[0] for name, one in batches[1].items()} == {name: one[0] for name, one in batches[0].items()}
     for name, (_, logprobs, _) in batches[1].items():
         assert logprobs == pytest.approx(batches[0][name][1], abs=1e-4)
-    assert len({version for _, _, versions in batches[1].values() for version in versions}) > 3
+    assert len({version for _, _, versions in batches[1].values() for version in versions}) > 2
     assert accepted[1] > accepted[0] + 100
 
 
