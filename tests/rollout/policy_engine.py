@@ -35,6 +35,8 @@ class PolicyEngine:
         self.before: Callable[[dict[str, Any]], Any] | None = None
         self.faults: deque[str] = deque()
         self.aborts = 0
+        self.late_aborts = 0
+        """As `aborts`, but with the tokens that were asked for."""
         self.requests: list[dict[str, Any]] = []
         self.cached: set[tuple[int, ...]] = set()
 
@@ -74,6 +76,8 @@ class PolicyEngine:
         law = np.log(self.policies[self.version])
         drawn = [] if fault == "abort" else self._drawn(tokens, params, law)
         stopped = bool(drawn) and drawn[-1][1] in params.get("stop_token_ids", [])
+        if self.late_aborts and "logprob_start_len" not in body:
+            self.late_aborts, fault = self.late_aborts - 1, "abort"
         meta = {
             "finish_reason": {"type": "abort" if fault == "abort" else "stop" if stopped else "length"},
             "output_token_logprobs": drawn,

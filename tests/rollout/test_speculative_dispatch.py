@@ -342,6 +342,36 @@ def test_a_rejected_token_is_not_drawn_where_new_weights_come_before_the_residua
     asyncio.run(run())
 
 
+def test_a7_a_residual_that_an_update_ends_with_its_token_ends_nothing_else_and_goes_on_behind_no_stop():
+    """Injected: the request for the residual is told to be aborted, with its token; at the end of the budget, too."""
+
+    async def run() -> None:
+        async with stage(siblings=False, policies=(OLD, NEW, NEW)) as made:
+            await made.epoch(0, 8)
+            made.serve(1)
+
+            async def update(body: dict[str, Any]) -> None:
+                if "logit_bias" in body["sampling_params"] and made.engine.version == 1:
+                    made.engine.late_aborts = 1
+                    made.serve(2)
+
+            made.engine.before = update
+            ends = Counter()
+            for number in range(300):
+                made.engine.version = made.dispatcher.router.version = 1
+                budget = 1 + number % 3
+                generation = (await made.sample(1, number, max_new_tokens=budget)).generation
+                assert STOP not in generation.tokens[:-1]
+                wanted = "stop" if generation.tokens[-1] == STOP else "length"
+                assert (generation.finish_reason, wanted) in {("stop", "stop"), ("length", "length")}
+                assert len(generation.tokens) == budget or wanted == "stop"
+                ends[wanted] += 1
+            assert min(ends.values()) > 5
+            assert all(body["sampling_params"]["max_new_tokens"] for body in made.engine.decoded)
+
+    asyncio.run(run())
+
+
 def test_tokens_kept_before_an_update_keep_the_version_and_log_probability_of_the_weights_that_scored_them():
     async def run() -> None:
         async with stage(siblings=False, policies=(OLD, NEW, policy(9))) as made:

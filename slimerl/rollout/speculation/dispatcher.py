@@ -98,12 +98,13 @@ class Speculation:
             return found
         return Draft(found.tokens[: stops[0] + 1], found.logprobs[: stops[0] + 1], ends=True)
 
-    def kept(self, request: GenerateRequest, start: int, draft: Draft, scores: Scores) -> int:
+    async def kept(self, request: GenerateRequest, start: int, draft: Draft, scores: Scores) -> int:
         """Tokens of a draft at `start` that are kept."""
         new = np.array(scores.logprobs)
         count, seed = len(draft.tokens), request.params.seed or 0
         if self.spec.tier == "coupled":
-            return self._drawn_again(seed, start, draft, scores)
+            # noise of a whole vocabulary for every token: a tenth of a second where both are large
+            return await asyncio.to_thread(self._drawn_again, seed, start, draft, scores)
         uniforms = rules.keyed_uniforms(seed, request.session, start, count)
         if self.spec.tier == "lenient":
             self.figures.compared(new, draft.logprobs)
@@ -166,6 +167,11 @@ class _Answer:
         if self.left == 0:
             self.finish_reason = "length"
 
+    def go_on(self) -> None:
+        """Forget that an update ended a part, unless nothing is to come anyway."""
+        stopped = set(self.tokens[-1:]) & set(self.request.params.stop_token_ids)
+        self.finish_reason = "stop" if stopped else "length" if self.left == 0 else ""
+
     def completion(self) -> Completion:
         """As of one request: its cached tokens are those of the first part."""
         last = self.parts[-1]
@@ -212,7 +218,7 @@ class SpeculativeDispatcher(Dispatcher):
             if scores is None:
                 speculation.figures.discarded += 1
                 break
-            kept = speculation.kept(answer.request, len(answer.context), draft, scores)
+            kept = await speculation.kept(answer.request, len(answer.context), draft, scores)
             await self._take(answer, draft, scores, kept)
             if answer.finish_reason or kept < WORTHWHILE:
                 break
@@ -250,6 +256,10 @@ class SpeculativeDispatcher(Dispatcher):
             if scored.generation.finish_reason == "abort":
                 return None
             scores = read_scores(scored.generation, draft.tokens)
+            if self.speculation.alternatives and len(scores.alternatives) != len(draft.tokens):
+                raise ProtocolError(
+                    f"{len(draft.tokens)} places, but {len(scores.alternatives)} lists of likely tokens"
+                )
         except (GenerationFailed, ProtocolError) as error:
             logger.warning("%s goes on without its draft: %s", answer.request.request_id, error)
             return None
@@ -273,7 +283,7 @@ class SpeculativeDispatcher(Dispatcher):
         while len(answer.tokens) == before:  # an update may abort it: it must be drawn all the same
             await self._decode(answer, 1, bias)
             if answer.finish_reason == "abort":
-                answer.finish_reason = ""
+                answer.go_on()
         answer.logprobs[-1] = float(rules.residual_logprob(answer.logprobs[-1], logprob))
 
     async def _decode(self, answer: _Answer, tokens: int, extra: dict | None = None) -> None:
