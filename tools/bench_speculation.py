@@ -88,13 +88,14 @@ def measure(spec_file: Path, overrides: Sequence[str], tier: str, prompts: int, 
     try:
         given = load_spec(spec_file, list(overrides))
         rows = given.data.train_path.read_text(encoding="utf-8").splitlines(keepends=True)[:prompts]
+        steps = len(rows) * epochs // given.training.prompts_per_step
         data = scratch / "train.jsonl"
         data.write_text("".join(rows), encoding="utf-8")
         own: dict[str, Any] = {
             "output_dir": scratch / "run",
             "training.export_path": scratch / "model",
-            "training.steps": len(rows) * epochs // given.training.prompts_per_step,
-            "training.optimizer.warmup_steps": 0,  # may not exceed the steps
+            "training.steps": steps,
+            "training.optimizer.warmup_steps": min(given.training.optimizer.warmup_steps, steps),
             "data.train_path": data,
             "evaluation.every_steps": 0,
             "checkpoint.every_steps": 0,
