@@ -19,6 +19,7 @@ from slimerl.conductor.restarts import EngineRestarts, RunRestarts
 from slimerl.conductor.roles import role_commands
 from slimerl.conductor.supervise import RoleFailed, RoleProcess, end_all, watch
 from slimerl.conductor.termination import TerminationRequest
+from slimerl.rollout.speculation.drafts_file import DIRECTORY as DRAFTS_DIR
 from slimerl.samples.messages import ADDRESS_FILE
 from slimerl.spec import RunSpec
 from slimerl.spec.load import dump_spec
@@ -42,7 +43,7 @@ _FILES_OF_A_START = (TRACE_FILE, ADDRESS_FILE, STOP_FILE)
 _DIRECTORIES_OF_A_START = (TRACE_DIR, RESOURCES_DIR, REQUESTS_DIR)
 """Mean nothing to a run that goes on: an address of a service that is gone, a request to stop that came too late."""
 _FILES_OF_A_RECORD = (METRICS_FILE, EVENTS_FILE)
-_DIRECTORIES_OF_A_RECORD = ("tensorboard", "logs", CHECKPOINTS_DIR)
+_DIRECTORIES_OF_A_RECORD = ("tensorboard", "logs", CHECKPOINTS_DIR, DRAFTS_DIR)
 USED_NAMES = (
     LOCK,
     SPEC_FILE,

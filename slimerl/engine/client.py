@@ -183,12 +183,15 @@ class EngineClient:
         Args:
             payloads: one pickle of `[(name, tensor)]` per tensor-parallel rank, see `resharding/transports`.
         """
-        body = {
+        body: dict[str, Any] = {
             "serialized_named_tensors": [base64.b64encode(payload).decode() for payload in payloads],
             "load_format": LOADER,
             # A flush would be refused, and the update reported as failed after the write, while requests wait.
             "flush_cache": False,
         }
+        if self._dialect is UpdateDialect.SESSION:
+            # a model that an engine drafts with keeps its weights: no trainer has others for it
+            body["selector"] = "target"
         await self._post(Endpoint.UPDATE_FROM_TENSOR, body, timeout_s)
 
     async def end_weight_update(self, version: int | None, *, timeout_s: float | None = None) -> None:

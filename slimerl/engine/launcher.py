@@ -89,6 +89,7 @@ def server_arguments(spec: RunSpec, index: int, device: Device, port: int, place
         "--custom-weight-loader": LOADER,
         "--log-level-http": "warning",  # otherwise a line for every request
         **_layout_arguments(engine),
+        **_drafting_arguments(engine),
         **_node_arguments(spec, place),
         **(_CPU_ARGUMENTS if device is Device.CPU else _cuda_arguments(spec, index)),
     }
@@ -129,6 +130,21 @@ def _layout_arguments(engine: EngineSpec) -> dict[str, str]:
     }
     arguments = {name: str(size) for name, size in sizes.items() if size > 1}
     return arguments | ({"--moe-dense-tp-size": "1"} if engine.replicated_mlp else {})
+
+
+def _drafting_arguments(engine: EngineSpec) -> dict[str, str]:
+    """Of the engine's own speculative decoding."""
+    drafting = engine.drafting
+    if drafting is None:
+        return {}
+    arguments = {
+        "--speculative-algorithm": {"mtp": "NEXTN", "eagle": "EAGLE", "eagle3": "EAGLE3"}[drafting.method],
+        "--speculative-num-steps": str(drafting.steps),
+        "--speculative-eagle-topk": str(drafting.branches),
+        "--speculative-num-draft-tokens": str(drafting.draft_tokens),
+    }
+    own_model = {} if drafting.model_path is None else {"--speculative-draft-model-path": str(drafting.model_path)}
+    return arguments | own_model
 
 
 def _node_arguments(spec: RunSpec, place: Place) -> dict[str, str]:

@@ -4,6 +4,7 @@ Weight updates come in two dialects. From 0.5.21 on they stand between `begin_we
 `end_weight_update` (400 without); older servers answer 404 to these two and take updates at any time.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -74,6 +75,11 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    score_from: int | None = None
+    """The input's tokens from this place on (at least 1) are scored: `read_scores`."""
+    score_alternatives: int = 0
+    """The most likely tokens of each of these places that are listed beside; above the size of the vocabulary SGLang's
+    scheduler ends."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further sampling parameters of SGLang, as they stand."""
 
@@ -120,6 +126,10 @@ def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: 
         "return_logprob": True,
         "stream": False,
     }
+    if params.score_from is not None:
+        # SGLang's first place has no entry of its own: what it lists begins one token later
+        body["logprob_start_len"] = params.score_from - 1
+        body["top_logprobs_num"] = params.score_alternatives
     return {**body, **extra}
 
 
@@ -131,6 +141,8 @@ def read_generation(answer: dict[str, Any]) -> Generation:
         finish = meta["finish_reason"]
     except (KeyError, TypeError) as error:
         raise ProtocolError(f"a /generate answer without {error}: {str(answer)[:300]}") from None
+    if isinstance(finish, dict) and finish.get("length") == 0:
+        pairs = []  # a request for no token that was batched with others has the logprob of one it does not have
     try:
         tokens, logprobs = [int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs]
     except (IndexError, TypeError, ValueError) as error:
@@ -149,6 +161,36 @@ def read_generation(answer: dict[str, Any]) -> Generation:
         finish_reason=finish["type"] if isinstance(finish, dict) else str(finish),
         meta=meta,
         answer={key: value for key, value in answer.items() if key != "meta_info"},
+    )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of tokens of the input, each given those before it: natural logarithms at temperature 1, whatever the request's
+    temperature is. `alternatives`: of each place the most likely tokens, (ids, logprobs); none where none were asked
+    for. `version`: whose weights were served when the answer was given; the scores are theirs or an older one's."""
+
+    logprobs: list[float]
+    alternatives: list[tuple[list[int], list[float]]]
+    version: int
+
+
+def read_scores(generation: Generation, tokens: Sequence[int]) -> Scores:
+    """Scores of `tokens`, which ended the input of a request with `score_from` at the first of them.
+
+    Raises:
+        ProtocolError: they are missing, or those of other tokens.
+    """
+    meta = generation.meta
+    pairs = (meta.get("input_token_logprobs") or [])[1:]
+    # SGLang reports the last id of a vocabulary as 0
+    if len(pairs) != len(tokens) or any(pair[1] not in (token, 0) for pair, token in zip(pairs, tokens, strict=True)):
+        raise ProtocolError(f"scores of {len(tokens)} tokens were asked for, and {str(pairs)[:200]} was answered")
+    listed = (meta.get("input_top_logprobs") or [])[1:]
+    return Scores(
+        logprobs=[-math.inf if pair[0] is None else float(pair[0]) for pair in pairs],
+        alternatives=[([int(one[1]) for one in place], [float(one[0]) for one in place]) for place in listed],
+        version=read_version(meta.get("weight_version")),
     )
 
 

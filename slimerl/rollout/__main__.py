@@ -29,7 +29,7 @@ from slimerl.rewards.outcome import RewardUnavailable, RunningReward
 from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.agents.build import RunningAgent, announced, build_agent
 from slimerl.rollout.dispatch import Dispatcher
-from slimerl.rollout.engines import EngineClients
+from slimerl.rollout.engines import EngineClients, Engines
 from slimerl.rollout.evaluation import Evaluation
 from slimerl.rollout.full_collections import defer_full_collections
 from slimerl.rollout.gateway.build import GATEWAY_FILE, build_gateway
@@ -45,6 +45,9 @@ from slimerl.rollout.prompts import Prompt, PromptStream, read_rows, tokenize_ro
 from slimerl.rollout.router import LeastLoaded, Router
 from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
 from slimerl.rollout.service import ControlService
+from slimerl.rollout.speculation.dispatcher import Speculation, SpeculativeDispatcher
+from slimerl.rollout.speculation.drafts_file import DraftsFile
+from slimerl.rollout.speculation.engine_drafts import EngineDrafts, WatchedDispatcher
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.rollout.weights import WeightHold
 from slimerl.samples.messages import ADDRESS_FILE, ServiceAddress
@@ -156,7 +159,7 @@ async def _service(
     rollout, training = spec.rollout, spec.training
     router = build_router(spec)
     clients = EngineClients(spec.deadlines.request_s)
-    dispatcher = Dispatcher(router, clients, spec.deadlines.request_s)
+    dispatcher, speculation = build_dispatcher(spec, router, clients)
     judge = Judge(inputs.tokenizer.decode, reward, reads_prompt(spec.reward), reward.take_events)
     loop = agent.loop(inputs.tokenizer)
     params = SamplingParams(
@@ -185,7 +188,7 @@ async def _service(
     weights = WeightHold(dispatcher, clients, spec.engine.replicas, spec.deadlines.start_s, on_update=rollout.on_update)
     evaluation = Evaluation(inputs.held_out, _evaluation_params(spec, params), spec.seed, dispatcher, judge, loop)
     lag = LoopLag()
-    service = ControlService(token, router, clients, scheduler, weights, evaluation, lag, shutdown=ended)
+    service = ControlService(token, router, clients, scheduler, weights, evaluation, lag, speculation, shutdown=ended)
     try:
         async with AsyncExitStack() as stack:
             if isinstance(loop, ExternalAgents):
@@ -212,6 +215,24 @@ def build_router(spec: RunSpec) -> Router:
     groups = REMEMBERED_BATCHES * spec.training.prompts_per_step * (1 + spec.rollout.max_staleness)
     memory = Memory(sessions=groups * siblings, groups=groups)
     return KvRouter(requests, siblings, model, clock=time.monotonic, memory=memory)
+
+
+def build_dispatcher(
+    spec: RunSpec, router: Router, engines: Engines
+) -> tuple[Dispatcher, Speculation | EngineDrafts | None]:
+    """As `rollout.speculation` and `engine.drafting` say, and what drafts of either kind are to tell."""
+    wanted, request_s = spec.rollout.speculation, spec.deadlines.request_s
+    if spec.engine.drafting is not None:
+        drafts = EngineDrafts()
+        return WatchedDispatcher(router, engines, request_s, drafts=drafts), drafts
+    if not wanted.is_on:
+        return Dispatcher(router, engines, request_s), None
+    config = json.loads((spec.model.path / "config.json").read_text(encoding="utf-8"))
+    speculation = Speculation(
+        *(wanted, spec.seed, config["vocab_size"], wanted.lenience(spec.algorithm.name)),
+        file=DraftsFile(spec.run_dir, keep=spec.checkpoint.keep_last + 1),
+    )
+    return SpeculativeDispatcher(router, engines, request_s, speculation=speculation), speculation
 
 
 def _evaluation_params(spec: RunSpec, params: SamplingParams) -> SamplingParams:

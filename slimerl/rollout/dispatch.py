@@ -344,7 +344,7 @@ def _check(generation: Generation, versions: range, request: GenerateRequest, he
     """`versions`: that engines served since it was sent; `held`: new weights are on their way."""
     if generation.finish_reason == "abort" and not (held or len(versions) > 1):
         raise _TryFailed("aborted", "the engine aborted the request", again=True, suspect=False)
-    if not generation.tokens and generation.finish_reason != "abort":
+    if not generation.tokens and request.params.max_new_tokens and generation.finish_reason != "abort":
         raise _TryFailed("empty", "the engine generated no token", again=False, suspect=False)
     if len(generation.tokens) > request.params.max_new_tokens:
         detail = f"{len(generation.tokens)} tokens where {request.params.max_new_tokens} were asked for"

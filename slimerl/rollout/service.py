@@ -25,6 +25,8 @@ from slimerl.rollout.loop_lag import LoopLag
 from slimerl.rollout.returning import ReturningEngines
 from slimerl.rollout.router import Router, RouterError
 from slimerl.rollout.scheduler import RolloutStopped, Scheduler
+from slimerl.rollout.speculation.dispatcher import Speculation
+from slimerl.rollout.speculation.engine_drafts import EngineDrafts
 from slimerl.rollout.weights import HoldError, WeightHold
 from slimerl.samples.messages import (
     TOKEN_HEADER,
@@ -86,6 +88,7 @@ class ControlService:
     weights: WeightHold
     evaluation: Evaluation
     lag: LoopLag
+    speculation: Speculation | EngineDrafts | None = None
     returning: ReturningEngines = field(default_factory=ReturningEngines)
     shutdown: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the role is to end."""
@@ -225,6 +228,8 @@ class ControlService:
             if manifest is not None:
                 worst_lag_s = self.lag.take_worst_s()
                 metrics = {**manifest.metrics, "rollout/event_loop_lag_s": worst_lag_s, **self.figures()}
+                if self.speculation is not None:
+                    metrics |= self.speculation.take_figures()
                 return msgspec.structs.replace(manifest, metrics=metrics)
             if engines := self._unsynced():
                 return SyncWanted(engines)
@@ -311,11 +316,17 @@ class ControlService:
 
     async def _state(self, _: web.Request) -> web.Response:
         """Answers with a `RolloutState`."""
-        return _answer(self.scheduler.state())
+        state = self.scheduler.state()
+        if self.speculation is not None:
+            await self.speculation.save(state.steps)
+        return _answer(state)
 
     async def _restore(self, request: web.Request) -> web.Response:
         """Answers with the `Status` after it."""
-        self.scheduler.restore(await _message(request, RolloutState))
+        state = await _message(request, RolloutState)
+        if self.speculation is not None:
+            await self.speculation.restore(state.steps)
+        self.scheduler.restore(state)
         return _answer(self.status())
 
     async def _shutdown(self, _: web.Request) -> web.Response:

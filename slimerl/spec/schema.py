@@ -24,6 +24,7 @@ from slimerl.spec.fields import (
     tuple_from_list,
 )
 from slimerl.spec.reward import MathReward, RewardSpec
+from slimerl.spec.speculation import DraftingSpec, SpeculationSpec, check_speculation
 
 
 def _no_directory_itself(name: str) -> str:
@@ -161,6 +162,7 @@ class RolloutSpec(Strict):
     what each has to do; siblings go where their prompt is. least_loaded: the one with the fewest requests."""
     max_running_requests: Positive = 256
     """Requests in flight per engine."""
+    speculation: SpeculationSpec = SpeculationSpec()
     port: Port = 0
     """Port of the control service; 0 takes a free one."""
 
@@ -194,6 +196,8 @@ class EngineSpec(Strict):
     context_tokens: Positive = 2048
     threads: Workers = 1
     """CPU threads of one engine process; without meaning on a GPU."""
+    drafting: DraftingSpec | None = None
+    """The engine's own speculative decoding; default: none."""
     extra_args: Annotated[tuple[str, ...], BeforeValidator(tuple_from_list)] = ()
     """Further arguments of `sglang.launch_server`, as they stand; none that another key or slimerl itself sets."""
 
@@ -401,6 +405,7 @@ class RunSpec(Strict):
                 f"algorithm.overlong_limit_tokens = {self.algorithm.overlong_limit_tokens} is never reached: "
                 f"rollout.max_new_tokens = {rollout.max_new_tokens}"
             )
+        check_speculation(rollout.speculation, rollout.temperature, self.algorithm, self.engine.drafting)
         refresh, every = self.algorithm.reference_refresh_steps, self.checkpoint.every_steps
         if refresh and every % refresh:
             raise ValueError(

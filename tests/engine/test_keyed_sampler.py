@@ -40,6 +40,17 @@ def test_draws_follow_the_distribution_over_seeds_and_over_positions() -> None:
         assert float(((observed - expected) ** 2 / expected).sum()) < 94.6
 
 
+def test_draws_follow_a_distribution_in_which_few_tokens_have_it_all() -> None:
+    """Chi-square with 2 degrees of freedom: 18.4 is the 1 - 1e-4 quantile. The likely tokens win by noise of every
+    size, where among many equal ones the least noise alone counts."""
+    probabilities = torch.tensor([0.85, 0.13, 0.02], dtype=torch.float64)
+    count = 200_000
+    seeds = torch.randint(0, 2**31, (count,), generator=torch.Generator().manual_seed(0))
+    drawn = draw_keyed(probabilities.log().float().expand(count, 3), seeds, torch.full((count,), 7))[:, 0]
+    observed, expected = torch.bincount(drawn, minlength=3).double(), probabilities * count
+    assert float(((observed - expected) ** 2 / expected).sum()) < 18.4
+
+
 def test_neighbouring_keys_draw_independently() -> None:
     """Pairs of draws over a 5 x 5 table, 16 degrees of freedom: 44.4 is the 1 - 2e-4 quantile."""
     count, columns = 200_000, 5

@@ -1,6 +1,7 @@
 """The two update dialects, and what is read out of SGLang's answers. The server here is a few lines of aiohttp."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,16 @@ import pytest
 from aiohttp import web
 
 from slimerl.engine.client import EngineClient, EngineError, EngineRefused, EngineTimeout, EngineUnreachable
-from slimerl.engine.protocol import ProtocolError, SamplingParams, UpdateDialect, read_generation, read_version
+from slimerl.engine.protocol import (
+    Generation,
+    ProtocolError,
+    SamplingParams,
+    UpdateDialect,
+    generate_body,
+    read_generation,
+    read_scores,
+    read_version,
+)
 
 
 def answer(count: int = 3, **meta: Any) -> dict[str, Any]:
@@ -194,3 +204,37 @@ def test_a6_a_cancelled_request_is_aborted_on_the_server() -> None:
 def test_every_error_of_a_call_is_an_engine_error() -> None:
     for kind in (EngineTimeout, EngineRefused, EngineUnreachable):
         assert issubclass(kind, EngineError)
+
+
+def scored(**meta: object) -> Generation:
+    pairs = [[None, 5, None], [-0.5, 6, None], [-1.5, 0, None]]
+    values = {"finish_reason": {"type": "length", "length": 0}, "weight_version": "3", "input_token_logprobs": pairs}
+    return read_generation({"output_ids": [], "meta_info": values | meta})
+
+
+def test_a_request_for_scores_says_where_they_begin_and_how_many_tokens_stand_beside() -> None:
+    params = SamplingParams(0, score_from=4, score_alternatives=2)
+    body = generate_body([1, 2, 3, 5, 6, 63], params, "r", {})
+    assert (body["logprob_start_len"], body["top_logprobs_num"]) == (3, 2)
+    assert "logprob_start_len" not in generate_body([1], SamplingParams(1), "r", {})
+
+
+def test_scores_are_those_of_the_tokens_asked_for_the_last_id_of_a_vocabulary_among_them() -> None:
+    """SGLang reports that id as 0, and an impossible token's logarithm as null."""
+    assert read_scores(scored(), [6, 63]).logprobs == [-0.5, -1.5]
+    assert read_scores(scored(), [6, 63]).version == 3
+    impossible = scored(input_token_logprobs=[[None, 5, None], [None, 6, None]])
+    assert read_scores(impossible, [6]).logprobs == [-math.inf]
+    listed = scored(input_top_logprobs=[None, [[-0.1, 9, None], [-0.5, 6, None]], [[-1.5, 63, None]]])
+    assert read_scores(listed, [6, 63]).alternatives == [([9, 6], [-0.1, -0.5]), ([63], [-1.5])]
+
+
+@pytest.mark.parametrize("tokens", [[6], [7, 63], [6, 63, 1], []])
+def test_scores_of_other_tokens_are_refused(tokens: list[int]) -> None:
+    with pytest.raises(ProtocolError, match="were asked for"):
+        read_scores(scored(), tokens)
+
+
+def test_a_request_for_no_token_has_none_although_the_server_tells_the_logprob_of_one() -> None:
+    generation = scored(output_token_logprobs=[[-0.1, 12, None]])
+    assert (generation.tokens, generation.logprobs, generation.versions) == ([], [], [])

@@ -23,6 +23,7 @@ from slimerl.rollout.prompts import Prompt, PromptStream
 from slimerl.rollout.router import Router
 from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
 from slimerl.rollout.service import ControlService
+from slimerl.rollout.speculation.dispatcher import Speculation, SpeculativeDispatcher
 from slimerl.rollout.weights import WeightHold
 from slimerl.samples.messages import BatchManifest, NextBatchRequest
 from slimerl.samples.store import SampleStore
@@ -96,6 +97,7 @@ async def rollout(
     chunk_tokens: int | None = None,
     on_update: str = "retract",
     agent: AgentLoop | None = None,
+    speculation: Speculation | None = None,
 ) -> AsyncIterator[Scene]:
     """Running, with its engines joined but nothing released yet."""
     async with AsyncExitStack() as stack:
@@ -103,6 +105,8 @@ async def rollout(
         router = KvRouter(capacity, size, EngineModel(slots=capacity), clock=time.monotonic)
         clients = EngineClients(request_s)
         dispatcher = Dispatcher(router, clients, request_s)
+        if speculation is not None:
+            dispatcher = SpeculativeDispatcher(router, clients, request_s, speculation=speculation)
         reward = TellingReward()
         judge = Judge(lambda tokens: " ".join(map(str, tokens)), reward)
         params = SamplingParams(max_new_tokens, stop_token_ids=(2,))
@@ -122,7 +126,9 @@ async def rollout(
         )
         if agent is not None:
             evaluation = replace(evaluation, agent=agent)
-        service = ControlService("token", router, clients, scheduler, weights, evaluation, lag or LoopLag())
+        service = ControlService(
+            "token", router, clients, scheduler, weights, evaluation, lag or LoopLag(), speculation
+        )
         for fake in fakes:
             clients.add(fake.info)
             router.join(fake.info)

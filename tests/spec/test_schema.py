@@ -23,6 +23,7 @@ COUNTS_AND_RATIOS = {
     *("threads", "threads_per_rank", "workers", "replicas", "max_prompts", "max_running_requests", "max_staleness"),
     *("seed", "port", "temperature", "top_p"),
     *("expert_parallel", "data_parallel_attention", "gpus_per_node"),
+    *("drafts_per_request", "log_lenience", "branches"),
     *("lr", "min_lr", "weight_decay", "beta1", "beta2", "eps", "clip_grad_norm"),
 }
 """Numbers without a unit. Those of `algorithm` are coefficients but for tokens, steps and rounds."""

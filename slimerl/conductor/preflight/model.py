@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slimerl.conductor.preflight.speculation import speculation_faults
 from slimerl.resharding.coverage import CoverageError
 from slimerl.resharding.families import ConfigError, family_of
 from slimerl.resharding.families.family import PLAIN, Form
@@ -47,6 +48,7 @@ def model_faults(spec: RunSpec, capabilities: Capabilities) -> tuple[Config | No
         sizes = list(engine_size_faults(spec, config, capabilities.cuda))[:1]
         faults += sizes or _served_faults(spec, config)
         faults += serving_faults(spec, arguments.max_sequence_tokens)
+        faults += speculation_faults(spec, config, capabilities.cuda)
     return config, faults
 
 
@@ -267,6 +269,8 @@ ENGINE_ARGUMENTS = {
     "--max-total-tokens": "engine.max_total_tokens",
     "--max-running-requests": "rollout.max_running_requests",
     "--random-seed": "seed",
+    "--speculative-algorithm": "engine.drafting",
+    "--speculative-draft-model-path": "engine.drafting",
 }
 """Arguments of the engine that the spec decides → the key."""
 

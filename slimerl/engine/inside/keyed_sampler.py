@@ -24,7 +24,8 @@ def _hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: int) -> torch
     """Uniform 32-bit integers [rows, columns] (as int64) from seeds [rows] and positions [rows]."""
     rows = _finish((_finish(seeds.to(torch.int64) * _SEED_STEP) ^ positions.to(torch.int64)) * _POSITION_STEP)
     h = rows[:, None] + torch.arange(1, columns + 1, dtype=torch.int64)[None] * _COLUMN_STEP
-    return _finish(h.bitwise_xor_(h >> 32).mul_(_MIX)).bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF)
+    # `_finish` shifts in the sign, which leaves the sign bit zero: the 32 bits below it
+    return _finish(h.bitwise_xor_(h >> 32).mul_(_MIX)).bitwise_right_shift_(31).bitwise_and_(0xFFFFFFFF)
 
 
 def _finish(h: torch.Tensor) -> torch.Tensor:

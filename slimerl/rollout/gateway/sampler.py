@@ -182,5 +182,5 @@ def _params(params: SamplingParams, wanted: Wanted, budget: int) -> SamplingPara
         params.top_p,
         params.seed,
         () if wanted.ignores_eos else params.stop_token_ids,
-        extra,
+        extra=extra,
     )
