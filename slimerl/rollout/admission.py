@@ -69,6 +69,11 @@ class StalenessGate:
             return 0
         return min(self.max_staleness + self.version + 1, self.steps) * self.groups_per_step
 
+    @property
+    def next_batch(self) -> int:
+        """Number of the batch that the next group is due in, where none overtakes another."""
+        return (self.accepted + self.running) // self.groups_per_step
+
     def may_admit(self) -> bool:
         return self.accepted + self.running < self.limit
 

@@ -1,4 +1,4 @@
-"""Requests to engines: wait for a slot, send, and try again elsewhere where an engine failed.
+"""Requests to engines: wait for a slot, send, and try again elsewhere where an engine failed, or is the slow one.
 
 Flows in: `GenerateRequest`s of the scheduler and the evaluation, many at once. Flows out: a `Completion` for each, or
 `GenerationFailed` with its reason.
@@ -19,6 +19,8 @@ from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, Eng
 from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.rollout.engines import Engines
+from slimerl.rollout.migration import Migration
+from slimerl.rollout.order import Entry, LengthOrder, Progress
 from slimerl.rollout.router import Query, Reservation, Router
 from slimerl.samples.messages import EngineState
 from slimerl.samples.sample import Sample
@@ -46,6 +48,9 @@ class GenerateRequest:
     """Of the requests that go on from each other's tokens; default: of this one alone."""
     expected_new_tokens: int = 0
     """0: as many as it may have."""
+    progress: Progress | None = None
+    """Of the sample that it is for, by which the order of those that wait is made. Whoever gives it goes on from what
+    an aborted request has: it may be taken back from its engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,10 @@ class GenerationFailed(RuntimeError):
     def __init__(self, request_id: str, reason: str, detail: str) -> None:
         super().__init__(f"{request_id}: {reason}: {detail}")
         self.reason = reason
+
+
+class _TakenBack(Exception):
+    """It is to be tried on another engine, through no fault of this one."""
 
 
 class _TryFailed(Exception):
@@ -87,18 +96,28 @@ class Dispatcher:
     engines: Engines
     request_s: float
     changed: Callable[[], None] = lambda: None
+    order: LengthOrder[_Waiter] = field(default_factory=LengthOrder)
+    """Of those that are not urgent."""
     in_flight: int = 0
     """Slots taken and not yet given back."""
     _held: bool = False
     _sent: int = 0
     _urgent: deque[_Waiter] = field(default_factory=deque)
-    _waiting: deque[_Waiter] = field(default_factory=deque)
     _failures: Counter[str] = field(default_factory=Counter)
     """Per engine, since it last answered well."""
     _probes: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _asking: dict[str, "set[asyncio.Task[Generation]]"] = field(default_factory=lambda: defaultdict(set))
     """Requests under way, by engine."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _migration: Migration = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._migration = Migration(self.router, self.engines)
+
+    @property
+    def moved(self) -> int:
+        """Requests taken back from crowded engines since the start."""
+        return self._migration.moved
 
     async def generate(
         self, request: GenerateRequest, started: Callable[[], None] = lambda: None, urgent: bool = False
@@ -115,30 +134,30 @@ class Dispatcher:
         avoid: frozenset[str] = frozenset()
         session = request.session or request.request_id
         expected = request.expected_new_tokens or request.params.max_new_tokens
-        for number in range(1, MAX_TRIES + 1):
-            slot = await self._acquire(Query(session, request.group, request.tokens, expected, avoid), urgent)
+        failures = 0
+        while True:
+            query = Query(session, request.group, request.tokens, expected, avoid)
+            # what has waited before goes first
+            slot = await self._acquire(query, urgent, None if avoid else request.progress)
             generated = 0
             try:
-                if number == 1:
+                if not avoid:
                     started()
                 generation = await self._try(slot, request)
                 generated = len(generation.tokens)
-                return Completion(generation, slot.engine_id, number)
+                return Completion(generation, slot.engine_id, failures + 1)
+            except _TakenBack:
+                logger.info("%s waited on %s for want of KV, and goes to another", request.request_id, slot.engine_id)
             except _TryFailed as failure:
-                if not failure.again or number == MAX_TRIES:
+                failures += 1
+                if not failure.again or failures == MAX_TRIES:
                     raise GenerationFailed(request.request_id, failure.reason, str(failure)) from failure
                 logger.warning("%s failed on %s, tried again: %s", request.request_id, slot.engine_id, failure)
             finally:
                 self._release(slot, generated)
             avoid |= {slot.engine_id}
-            await asyncio.sleep(RETRY_DELAYS_S[number - 1])
-        raise AssertionError("unreachable: the last try returns or raises")
-
-    def has_room(self) -> bool:
-        """Would a request be sent at once?"""
-        if self._held or self._waiting or self._urgent:
-            return False
-        return self.router.route(Query("")) is not None
+            if failures:
+                await asyncio.sleep(RETRY_DELAYS_S[failures - 1])
 
     def refresh(self) -> None:
         """Engines joined or changed: grant what can be granted."""
@@ -188,14 +207,17 @@ class Dispatcher:
     async def close(self) -> None:
         for probe in self._probes.values():
             probe.cancel()
-        await asyncio.gather(*self._probes.values(), return_exceptions=True)
+        await asyncio.gather(*self._probes.values(), self._migration.close(), return_exceptions=True)
 
     # --- slots
 
-    async def _acquire(self, query: Query, urgent: bool) -> Reservation:
-        lane = self._urgent if urgent else self._waiting
+    async def _acquire(self, query: Query, urgent: bool, progress: Progress | None) -> Reservation:
         waiter = _Waiter(query, asyncio.get_running_loop().create_future())
-        lane.append(waiter)
+        entry: Entry[_Waiter] | None = None
+        if urgent:
+            self._urgent.append(waiter)
+        else:
+            entry = self.order.add(waiter, query.group, progress)
         self._grant()
         try:
             return await waiter.slot
@@ -203,30 +225,46 @@ class Dispatcher:
             # Cancelled between the grant and its arrival here: the slot is this request's to give back.
             if waiter.slot.done() and not waiter.slot.cancelled():
                 self._release(waiter.slot.result())
-            elif waiter in lane:
-                lane.remove(waiter)
+            elif entry is not None:
+                self.order.remove(entry)
+            elif waiter in self._urgent:
+                self._urgent.remove(waiter)
             raise
 
     def _grant(self) -> None:
-        """Slots for those who wait, oldest first, urgent ones before all."""
+        """Slots for those who wait: urgent ones first, oldest first, then the others by their order."""
         if self._held:
             return
-        for lane in (self._urgent, self._waiting):
-            skipped: list[_Waiter] = []
-            while lane:
-                waiter = lane.popleft()
-                if waiter.slot.done():
-                    continue
-                engine_id = self.router.route(waiter.query)
-                if engine_id is not None:
-                    waiter.slot.set_result(self.router.reserve(engine_id, waiter.query))
-                    self.in_flight += 1
-                    continue
-                skipped.append(waiter)
+        late: list[_Waiter] = []
+        while self._urgent:
+            waiter = self._urgent.popleft()
+            if not self._granted(waiter):
+                late.append(waiter)
                 # One that avoids an engine must not keep others from it.
                 if not waiter.query.avoid:
                     break
-            lane.extendleft(reversed(skipped))
+        self._urgent.extendleft(reversed(late))
+        skipped: list[Entry[_Waiter]] = []
+        while (entry := self.order.take()) is not None:
+            if self._granted(entry.item):
+                self.order.sent(entry)
+                continue
+            skipped.append(entry)
+            if not entry.item.query.avoid:
+                break
+        for entry in skipped:
+            self.order.put_back(entry)
+
+    def _granted(self, waiter: _Waiter) -> bool:
+        """It has a slot now, or wants none any more."""
+        if waiter.slot.done():
+            return True
+        engine_id = self.router.route(waiter.query)
+        if engine_id is None:
+            return False
+        waiter.slot.set_result(self.router.reserve(engine_id, waiter.query))
+        self.in_flight += 1
+        return True
 
     def _release(self, slot: Reservation, generated: int = 0) -> None:
         self.router.end(slot, generated)
@@ -234,14 +272,21 @@ class Dispatcher:
         if not self.in_flight:
             self._idle.set()
         self.refresh()
+        if not (self._held or self._urgent or len(self.order)):
+            self._migration.even_out()
 
     # --- one try
 
     async def _try(self, slot: Reservation, request: GenerateRequest) -> Generation:
         version = self.router.version
+        self._sent += 1
+        # never the name of an earlier try, which an engine may still know
+        name = f"{request.request_id}#{self._sent}"
+        asked = self._migration.sent(slot, name, divisible=request.progress is not None)
         try:
-            generation = await self._unless_lost(slot.engine_id, self._ask(slot.engine_id, request))
-            _check(generation, range(version, self.router.version + 1), request, self._held)
+            generation = await self._unless_lost(slot.engine_id, self._ask(slot.engine_id, request, name))
+            may_end = self._held or asked.taken_back
+            _check(generation, range(version, self.router.version + 1), request, may_end)
         except _TryFailed as failure:
             if failure.suspect:
                 self._suspect(slot.engine_id)
@@ -249,7 +294,11 @@ class Dispatcher:
                 logger.error("engine %s is quarantined: %s", slot.engine_id, failure)
                 self.router.quarantine(slot.engine_id, str(failure))
             raise
+        finally:
+            self._migration.ended(slot)
         self._failures.pop(slot.engine_id, None)
+        if self._migration.waited(slot, asked, generation):
+            raise _TakenBack
         return generation
 
     async def _unless_lost(self, engine_id: str, asking: Coroutine[Any, Any, Generation]) -> Generation:
@@ -266,14 +315,12 @@ class Dispatcher:
         finally:
             self._asking[engine_id].discard(task)
 
-    async def _ask(self, engine_id: str, request: GenerateRequest) -> Generation:
-        self._sent += 1
+    async def _ask(self, engine_id: str, request: GenerateRequest, name: str) -> Generation:
         try:
             return await self.engines[engine_id].generate(
                 request.tokens,
                 request.params,
-                # never the name of an earlier try, which an engine may still know
-                request_id=f"{request.request_id}#{self._sent}",
+                request_id=name,
                 timeout_s=self.request_s,
                 # SGLang finds cached prefixes under the same key alone: never what older weights computed
                 extra={"extra_key": f"version {self.router.version}"},

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from slimerl.rollout.kv_tail import Move
 from slimerl.samples.messages import EngineInfo, EngineState
 
 
@@ -70,6 +71,8 @@ class Router(Protocol):
     def reasons(self) -> dict[str, str]: ...
 
     def running(self) -> list[Reservation]: ...
+
+    def tail_moves(self, running_too: bool = True) -> list[Move]: ...
 
 
 @dataclass(slots=True)
@@ -180,6 +183,10 @@ class LeastLoaded:
     def load(self, engine_id: str) -> int:
         """Requests in flight on an engine."""
         return self._known(engine_id).load
+
+    def tail_moves(self, running_too: bool = True) -> list[Move]:
+        """None: of the requests nothing is known but their number, which is even."""
+        return []
 
     def _best(self, avoid: frozenset[str]) -> str | None:
         best: _Engine | None = None

@@ -89,16 +89,17 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self._parts = Parts(settings.params, settings.run_seed, settings.chunk_tokens)
+        lengths = self.dispatcher.order.lengths
+        self._parts = Parts(settings.params, settings.run_seed, settings.chunk_tokens, lengths)
         self._informative = InformativeGroups(settings.dynamic_sampling_rounds, settings.groups_per_step)
 
     async def run(self) -> None:
         """Admit groups until cancelled; ends the samples under way then."""
         try:
             while True:
-                while not self.stopped and self.gate.may_admit() and self.dispatcher.has_room():
+                while not self.stopped and self.gate.may_admit():
+                    # All of them, wherever there is room: the dispatcher's order chooses among what waits.
                     self._admit(self.prompts.draw())
-                    # The new tasks run up to their slots now, so that `has_room` knows of them.
                     await asyncio.sleep(0)
                 self._wake.clear()
                 await self._wake.wait()
@@ -186,6 +187,7 @@ class Scheduler:
         self._dropped_before = Counter(state.dropped_told)
         self.gate.resume(state.steps)
         for group, again in zip(state.groups, drawn, strict=True):
+            batch = self.gate.next_batch
             self.gate.admit()
             begun = {each.payload.sample_id: Sample.restored(each, group.group_id) for each in group.begun}
             missing = (
@@ -197,6 +199,7 @@ class Scheduler:
                 self.gate.accept()
             self._records[group.group_id] = GroupRecord()
             if again is not None:
+                self.dispatcher.order.admit(group.group_id, again.prompt.prompt_id, batch)
                 self._begin(missing, again.prompt.answer)
         logger.info(
             "going on after step %d: %d prompts drawn, %d groups live, %d samples of them to be finished",
@@ -206,6 +209,7 @@ class Scheduler:
     # --- groups
 
     def _admit(self, drawn: Drawn) -> None:
+        self.dispatcher.order.admit(drawn.group_id, drawn.prompt.prompt_id, self.gate.next_batch)
         self.gate.admit()
         ids = [f"{drawn.group_id}/{number}" for number in range(self.settings.samples_per_group)]
         samples = [_sample(drawn, sample_id) for sample_id in ids]
@@ -241,6 +245,7 @@ class Scheduler:
         """Tell the gate what became of the group, if it is settled."""
         if state is GroupState.OPEN:
             return
+        self.dispatcher.order.forget(group_id)
         if state is GroupState.READY:
             self._finish(group_id)
         else:

@@ -79,16 +79,17 @@ class TrainingSimulation:
         return self.steps
 
     def _admit(self) -> None:
-        admitted: list[Conversation] = []
+        admitted: list[tuple[Group, int]] = []
         while self._gate.may_admit():
             group = next(self.groups)
             name = group[0].group
+            admitted.append((group, self._gate.next_batch))
             self._gate.admit()
             self.by_group[name] = group
             self._views[name] = GroupView(name, self._gate.version, ready=False)
             self._left[name] = len(group)
-            admitted.extend(group)
-        self.rollout.feed(admitted)
+        for group, batch in admitted:
+            self.rollout.feed(group, batch)
 
     def _finished(self, one: Conversation) -> None:
         self._left[one.group] -= 1

@@ -6,6 +6,8 @@ from itertools import groupby
 import pytest
 
 from slimerl.rollout.kv_router import KvRouter
+from slimerl.rollout.lengths import ResponseLengths
+from slimerl.rollout.order import LengthOrder, Progress
 from slimerl.rollout.router import LeastLoaded
 from slimerl.simulation.rollout_bounds import answer_tokens, bound
 from slimerl.simulation.rollout_compare import (
@@ -20,7 +22,7 @@ from slimerl.simulation.rollout_compare import (
 )
 from slimerl.simulation.rollout_drawing import busy_share, occupancy_svg, occupancy_text
 from slimerl.simulation.rollout_engine import EngineRates
-from slimerl.simulation.rollout_order import FirstCome, LongestFirst, Order, ProbesFirst
+from slimerl.simulation.rollout_order import FirstCome
 from slimerl.simulation.rollout_run import Policy, RolloutSimulation
 from slimerl.simulation.rollout_trace import Lengths, Shape, draw_trace
 from slimerl.simulation.rollout_training import Regime, TrainingSimulation
@@ -126,26 +128,27 @@ def test_a_hold_waits_for_what_is_under_way_and_sends_nothing_more() -> None:
     assert_all_done(trace, simulation)
 
 
-@pytest.mark.parametrize("order", [FirstCome, LongestFirst, ProbesFirst])
-def test_an_order_hands_out_everything_once(order: type[Order]) -> None:
-    trace = draw_trace(SMALL, 0)
-    waiting = order()
-    waiting.add(trace.conversations)
-    taken = [waiting.take() for _ in range(len(waiting))]
-    assert sorted(one.session for one in taken) == sorted(one.session for one in trace.conversations)
-    assert len(waiting) == 0
+def test_first_come_is_first_served_but_for_what_goes_on() -> None:
+    order: FirstCome[str] = FirstCome()
+    order.add("a", "g", Progress("g", 0, 10))
+    order.add("b", "g", Progress("g", 0, 10))
+    order.add("b goes on", "g", Progress("g", 5, 5))
+    taken = []
+    while (entry := order.take()) is not None:
+        taken.append(entry.item)
+    assert taken == ["b goes on", "a", "b"]
+    assert len(order) == 0
 
 
-def test_siblings_of_the_longest_probe_come_first() -> None:
+def test_the_real_order_probes_every_group_of_the_trace_first() -> None:
     trace = draw_trace(SMALL, 0)
-    order = ProbesFirst()
-    order.add(trace.conversations)
-    probes = [order.take() for _ in range(SMALL.groups)]
-    assert len({probe.group for probe in probes}) == SMALL.groups
-    for probe in probes:
-        order.finished(probe)
-    longest = max(probes, key=lambda probe: probe.answer_tokens)
-    assert order.take().group == longest.group
+    lengths = ResponseLengths()
+    policy = Policy(SMALL.groups, LengthOrder(lengths), lengths=lengths)
+    simulation = RolloutSimulation(3, RATES, KvRouter(1000), policy)
+    simulation.feed(trace.conversations)
+    assert len({session.partition(".")[0] for session in simulation._under_way}) == SMALL.groups
+    simulation.run()
+    assert_all_done(trace, simulation)
 
 
 def test_the_oracle_needs_each_text_once() -> None:
