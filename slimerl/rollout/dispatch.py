@@ -12,13 +12,14 @@ import asyncio
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
 from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.rollout.engines import Engines
+from slimerl.rollout.load_figures import LoadFigures
 from slimerl.rollout.migration import Migration
 from slimerl.rollout.order import Entry, LengthOrder, Progress
 from slimerl.rollout.router import Query, Reservation, Router
@@ -47,7 +48,7 @@ class GenerateRequest:
     session: str = ""
     """Of the requests that go on from each other's tokens; default: of this one alone."""
     expected_new_tokens: int = 0
-    """0: as many as it may have."""
+    """Where there is no progress that tells more; 0: as many as it may have."""
     progress: Progress | None = None
     """Of the sample that it is for, by which the order of those that wait is made. Whoever gives it goes on from what
     an aborted request has: it may be taken back from its engine."""
@@ -86,6 +87,9 @@ class _TryFailed(Exception):
 class _Waiter:
     query: Query
     slot: "asyncio.Future[Reservation]"
+    progress: Progress | None = None
+    budget: int = 0
+    """Tokens that the request may have."""
 
 
 @dataclass
@@ -109,15 +113,15 @@ class Dispatcher:
     _asking: dict[str, "set[asyncio.Task[Generation]]"] = field(default_factory=lambda: defaultdict(set))
     """Requests under way, by engine."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _figures: LoadFigures = field(default_factory=LoadFigures)
     _migration: Migration = field(init=False)
 
     def __post_init__(self) -> None:
         self._migration = Migration(self.router, self.engines)
 
-    @property
-    def moved(self) -> int:
-        """Requests taken back from crowded engines since the start."""
-        return self._migration.moved
+    def take_figures(self) -> dict[str, float]:
+        """`rollout/…` figures of engines and moves since the last call."""
+        return self._figures.take(self.router.moves, self._migration.moved)
 
     async def generate(
         self, request: GenerateRequest, started: Callable[[], None] = lambda: None, urgent: bool = False
@@ -137,8 +141,7 @@ class Dispatcher:
         failures = 0
         while True:
             query = Query(session, request.group, request.tokens, expected, avoid)
-            # what has waited before goes first
-            slot = await self._acquire(query, urgent, None if avoid else request.progress)
+            slot = await self._acquire(query, request, urgent)
             generated = 0
             try:
                 if not avoid:
@@ -211,13 +214,15 @@ class Dispatcher:
 
     # --- slots
 
-    async def _acquire(self, query: Query, urgent: bool, progress: Progress | None) -> Reservation:
-        waiter = _Waiter(query, asyncio.get_running_loop().create_future())
+    async def _acquire(self, query: Query, request: GenerateRequest, urgent: bool) -> Reservation:
+        future = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(query, future, request.progress, request.params.max_new_tokens)
         entry: Entry[_Waiter] | None = None
         if urgent:
             self._urgent.append(waiter)
         else:
-            entry = self.order.add(waiter, query.group, progress)
+            # what has been sent before goes first
+            entry = self.order.add(waiter, query.group, None if query.avoid else request.progress)
         self._grant()
         try:
             return await waiter.slot
@@ -259,16 +264,24 @@ class Dispatcher:
         """It has a slot now, or wants none any more."""
         if waiter.slot.done():
             return True
+        if waiter.progress is not None:
+            # more may be known than when it began to wait
+            expected = self.order.lengths.expected(waiter.progress.prompt_id, waiter.progress.done, waiter.budget)
+            if expected != waiter.query.expected_new_tokens:
+                waiter.query = replace(waiter.query, expected_new_tokens=expected)
         engine_id = self.router.route(waiter.query)
         if engine_id is None:
             return False
         waiter.slot.set_result(self.router.reserve(engine_id, waiter.query))
         self.in_flight += 1
+        self._figures.taken(engine_id)
         return True
 
     def _release(self, slot: Reservation, generated: int = 0) -> None:
         self.router.end(slot, generated)
         self.in_flight -= 1
+        serving = [one.engine_id for one in self.router.engines() if one.state is EngineState.SERVING]
+        self._figures.given_back(slot.engine_id, serving)
         if not self.in_flight:
             self._idle.set()
         self.refresh()

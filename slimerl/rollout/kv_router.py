@@ -89,6 +89,7 @@ class KvRouter:
         memory: Memory | None = None,
     ) -> None:
         self.siblings = siblings
+        self.moves = 0
         self._roster = LeastLoaded(capacity)
         self._fleet = Fleet(capacity, clock)
         self._model = model or EngineModel()
@@ -195,6 +196,8 @@ class KvRouter:
         if query.session:
             if session is None:
                 self._place(query.group, seat)
+            elif session.seat is not seat:
+                self.moves += 1
             session = self._memory.sent(query.session, query.group, plan.keys, seat)
             session.version, session.held, session.shared = self.version, plan.prompt, shared
         return reservation
@@ -289,13 +292,24 @@ class KvRouter:
 
     def _for_session(self, seat: Seat, costs: np.ndarray, plan: _Plan) -> Seat | None:
         """A session that is not to stay unasked moves where it gains by it, to an engine that has a slot for it: from
-        one queue to another there is nothing to gain. In the tail of a rollout the others gain by it, too."""
+        one queue to another there is nothing to gain."""
         best = self._fleet.least(costs)
-        if best is None or best is seat or costs[seat.slot] == np.inf:
+        if best is None or costs[seat.slot] == np.inf:
             return best
-        gains = best.load < best.model.slots and MOVE_GAIN * costs[best.slot] < costs[seat.slot]
-        missing = plan.prompt - plan.cached.get(best.slot, 0)
-        return best if gains or evens_out(seat, best, plan.query.expected_new_tokens, missing) else seat
+        if best is not seat and best.load < best.model.slots and MOVE_GAIN * costs[best.slot] < costs[seat.slot]:
+            return best
+        return self._evened_out(seat, costs, plan) or seat
+
+    def _evened_out(self, seat: Seat, costs: np.ndarray, plan: _Plan) -> Seat | None:
+        """In the tail of a rollout all that stay gain as well: the engine that runs dry, where that is worth it."""
+        if self._saturated():
+            return None
+        others = [each for each in self._seats.values() if each is not seat and costs[each.slot] < FULL_S]
+        driest = min(others, key=lambda each: each.load, default=None)
+        if driest is None:
+            return None
+        missing = plan.prompt - plan.cached.get(driest.slot, 0)
+        return driest if evens_out(seat, driest, plan.query.expected_new_tokens, missing) else None
 
     def _place(self, name: str, seat: Seat) -> None:
         """Count a new session; the first of a group at an engine stands for the siblings that will follow it."""

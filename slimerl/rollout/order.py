@@ -19,6 +19,7 @@ Invariant: what was added is handed out, or removed, exactly once.
 import heapq
 from dataclasses import dataclass, field
 from itertools import count
+from statistics import fmean
 from typing import Generic, TypeVar
 
 from slimerl.rollout.lengths import ResponseLengths
@@ -66,6 +67,8 @@ class _Group(Generic[Item]):
     expected: int | None = None
     """Tokens of its next response; stays as it was first foretold: siblings that end first are the shorter ones, and a
     long group must not lose its place by them."""
+    foretold: list[int] = field(default_factory=list)
+    """Of each sample, when it was sent."""
     key: _Key | None = None
     """Its place; None: it has none, as nothing of it waits."""
     waiting: list[tuple[int, Entry[Item]]] = field(default_factory=list)
@@ -94,11 +97,15 @@ class LengthOrder(Generic[Item]):
         self._groups[group] = _Group(group, prompt_id, batch, next(self._numbers))
         self._of_prompt.setdefault(prompt_id, {})[group] = None
 
-    def forget(self, group: str) -> None:
-        """No sample of the group will wait any more. Unknown ones are let pass."""
+    def forget(self, group: str) -> float | None:
+        """No sample of the group will wait any more. Unknown ones are let pass.
+
+        Returns:
+            The mean length that was foretold of its samples as they were sent; None where none was.
+        """
         known = self._groups.pop(group, None)
         if known is None:
-            return
+            return None
         groups = self._of_prompt[known.prompt_id]
         del groups[group]
         if not groups:
@@ -107,6 +114,7 @@ class LengthOrder(Generic[Item]):
         for _, entry in known.waiting:
             if entry.waits:
                 heapq.heappush(self._going_on, (known.batch, 0, entry.number, entry))
+        return fmean(known.foretold) if known.foretold else None
 
     # --- requests
 
@@ -126,8 +134,11 @@ class LengthOrder(Generic[Item]):
 
     def sent(self, entry: Entry[Item]) -> None:
         """What was taken is on its way."""
-        group = self._groups.get(entry.group)
-        if group is not None and not group.probed:
+        group, progress = self._groups.get(entry.group), entry.progress
+        if group is None or progress is None or progress.done:
+            return
+        group.foretold.append(self.lengths.expected(progress.prompt_id, 0, progress.left))
+        if not group.probed:
             group.probed = True
             self._place(group)
 

@@ -38,9 +38,10 @@ class Parts:
             seed=sampling_seed(self.run_seed, sample.sample_id, attempt=0),
         )
         name = f"{sample.sample_id}+{done}" if done else sample.sample_id
-        expected = self.lengths.expected(sample.prompt_id, done, part.max_new_tokens)
         progress = Progress(sample.prompt_id, done, left)
-        return GenerateRequest(name, sample.group_id, tuple(sample.tokens), part, sample.sample_id, expected, progress)
+        return GenerateRequest(
+            name, sample.group_id, tuple(sample.tokens), part, session=sample.sample_id, progress=progress
+        )
 
     def append(self, sample: Sample, generation: Generation) -> None:
         """Take what an engine generated for `next_request`."""

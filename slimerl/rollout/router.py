@@ -45,6 +45,9 @@ class Reservation:
 class Router(Protocol):
     """The interface that every policy of choice stands behind."""
 
+    moves: int
+    """Requests of a session that went to another engine than the one before, as far as the router knows sessions."""
+
     @property
     def version(self) -> int:
         """Version that engines must serve; -1 before the first release."""
@@ -91,6 +94,7 @@ class LeastLoaded:
     capacity: int
     """Requests in flight per engine."""
     version: int = -1
+    moves: int = field(default=0, init=False)
     _engines: dict[str, _Engine] = field(default_factory=dict)
     _running: dict[int, tuple[Reservation, _Engine]] = field(default_factory=dict)
     _count: int = 0

@@ -23,7 +23,7 @@ from slimerl.rollout.dynamic_sampling import InformativeGroups, NothingToLearn
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.parts import Parts
 from slimerl.rollout.prompts import Drawn, PromptStream
-from slimerl.rollout.statistics import GroupRecord, batch_metrics, trace_groups
+from slimerl.rollout.statistics import GroupRecord, batch_metrics, length_error, partial_metrics, trace_groups
 from slimerl.samples.messages import BatchManifest, RolloutState
 from slimerl.samples.sample import Sample
 from slimerl.samples.store import GroupState, SampleStore
@@ -147,7 +147,9 @@ class Scheduler:
         records = [self._records.pop(group_id) for group_id in chosen]
         new_drops = dropped - self._dropped_before
         metrics = batch_metrics(batch.samples, records, new_drops, gate.version, self._informative.take_replaced())
-        metrics |= self.judge.take_figures()
+        metrics |= self.judge.take_figures() | self.dispatcher.take_figures()
+        metrics |= length_error(batch.samples, dict(zip(chosen, records, strict=True)))
+        metrics |= partial_metrics([self.store.sample(sample_id) for sample_id in self._tasks])
         self._dropped_before = dropped
         trace_groups(step, records)
         manifest = BatchManifest(batch_id, step, list(batch.samples), metrics)
@@ -188,7 +190,7 @@ class Scheduler:
         self.gate.resume(state.steps)
         for group, again in zip(state.groups, drawn, strict=True):
             batch = self.gate.next_batch
-            self.gate.admit()
+            self.gate.admit_again()
             begun = {each.payload.sample_id: Sample.restored(each, group.group_id) for each in group.begun}
             missing = (
                 [begun.get(sample_id) or _sample(again, sample_id) for sample_id in group.missing]
@@ -245,7 +247,7 @@ class Scheduler:
         """Tell the gate what became of the group, if it is settled."""
         if state is GroupState.OPEN:
             return
-        self.dispatcher.order.forget(group_id)
+        self._records[group_id].foretold_tokens = self.dispatcher.order.forget(group_id)
         if state is GroupState.READY:
             self._finish(group_id)
         else:

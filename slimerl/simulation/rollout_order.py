@@ -17,7 +17,7 @@ class Order(Protocol[Item]):
 
     def admit(self, group: str, prompt_id: str, batch: int) -> None: ...
 
-    def forget(self, group: str) -> None: ...
+    def forget(self, group: str) -> float | None: ...
 
     def add(self, item: Item, group: str, progress: Progress | None) -> Entry[Item]: ...
 
@@ -40,8 +40,8 @@ class FirstCome(Generic[Item]):
     def admit(self, group: str, prompt_id: str, batch: int) -> None:
         pass
 
-    def forget(self, group: str) -> None:
-        pass
+    def forget(self, group: str) -> float | None:
+        return None
 
     def add(self, item: Item, group: str, progress: Progress | None) -> Entry[Item]:
         entry = Entry(item, group, progress, next(self._numbers))

@@ -94,6 +94,7 @@ async def rollout(
     dynamic_sampling_rounds: int = 0,
     chunk_tokens: int | None = None,
     on_update: str = "retract",
+    oversample: float | None = None,
 ) -> AsyncIterator[Scene]:
     """Running, with its engines joined but nothing released yet."""
     async with AsyncExitStack() as stack:
@@ -107,7 +108,7 @@ async def rollout(
         scheduler = Scheduler(
             SchedulerSettings(groups, size, SEED, params, on_reward_failure, chunk_tokens, dynamic_sampling_rounds),
             PromptStream([Prompt(f"p{number}", (10, number), str(number)) for number in range(16)], SEED),
-            StalenessGate(groups, staleness, steps),
+            StalenessGate(groups, staleness, steps, oversample=oversample),
             SampleStore(smallest_group=min(2, size)),
             dispatcher,
             judge,
