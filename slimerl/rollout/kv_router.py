@@ -258,7 +258,7 @@ class KvRouter:
             if engine_id in self._seats:
                 costs[self._seats[engine_id].slot] = np.inf
         if session is not None and session.seat is not None and not session.seat.gone:
-            return self._for_session(session.seat, costs, plan)
+            return self._for_session(session, session.seat, costs, plan)
         group = self._memory.group(query.group) if query.group else None
         if group is not None:
             home = self._home(group, costs, plan)
@@ -290,7 +290,7 @@ class KvRouter:
         fleet = self._fleet
         return seat.load > max(HOME_SLOTS * seat.model.slots, HOME_LOAD * fleet.total_load / fleet.serving)
 
-    def _for_session(self, seat: Seat, costs: np.ndarray, plan: _Plan) -> Seat | None:
+    def _for_session(self, session: Session, seat: Seat, costs: np.ndarray, plan: _Plan) -> Seat | None:
         """A session that is not to stay unasked moves where it gains by it, to an engine that has a slot for it: from
         one queue to another there is nothing to gain."""
         best = self._fleet.least(costs)
@@ -298,10 +298,12 @@ class KvRouter:
             return best
         if best is not seat and best.load < best.model.slots and MOVE_GAIN * costs[best.slot] < costs[seat.slot]:
             return best
-        return self._evened_out(seat, costs, plan) or seat
+        between_chunks = session.held == plan.prompt
+        return (self._evened_out(seat, costs, plan) if between_chunks else None) or seat
 
     def _evened_out(self, seat: Seat, costs: np.ndarray, plan: _Plan) -> Seat | None:
-        """In the tail of a rollout all that stay gain as well: the engine that runs dry, where that is worth it."""
+        """In the tail of a rollout all that stay gain as well: the engine that runs dry, where that is worth it. Not
+        between turns, when loads go up and down anyway."""
         if self._saturated():
             return None
         others = [each for each in self._seats.values() if each is not seat and costs[each.slot] < FULL_S]
