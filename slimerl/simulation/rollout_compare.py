@@ -73,6 +73,7 @@ class Plan:
     tail_moves: bool = False
     max_staleness: int = 0
     pause: Pause = Pause.RETRACT
+    oversample: float | None = None
 
 
 MAKESPAN_PLANS = (
@@ -94,20 +95,40 @@ NO_QUEUE = 1.0
 """A chunk must not wait behind conversations that have not begun: one straggler late is a whole step late."""
 
 
-def _stale(max_staleness: int, what: str, chunk_tokens: int | None = None) -> Plan:
+def _stale(
+    max_staleness: int, what: str, chunk_tokens: int | None = CHUNK_TOKENS, oversample: float | None = None
+) -> Plan:
     name = f"staleness {max_staleness}, KV-aware, longest first, {what}"
-    return Plan(name, kv_aware, longest_first, NO_QUEUE, chunk_tokens=chunk_tokens, max_staleness=max_staleness)
+    return Plan(
+        name,
+        kv_aware,
+        longest_first,
+        NO_QUEUE,
+        chunk_tokens=chunk_tokens,
+        max_staleness=max_staleness,
+        oversample=oversample,
+    )
 
 
+SYNCHRONOUS = Plan("synchronous, round robin", round_robin, in_flight=None)
+"""What every speed-up is over."""
+DIVIDED = _stale(1, "partial, divided")
 TRAINING_PLANS = (
-    Plan("synchronous, round robin", round_robin, in_flight=None),
+    SYNCHRONOUS,
     Plan("synchronous, KV-aware, longest first", kv_aware, longest_first),
     Plan("staleness 1, round robin, drained", round_robin, max_staleness=1, pause=Pause.DRAIN),
     Plan("staleness 1, round robin, partial", round_robin, max_staleness=1),
-    _stale(1, "partial"),
-    _stale(1, "partial, divided", CHUNK_TOKENS),
-    _stale(2, "partial, divided", CHUNK_TOKENS),
+    _stale(1, "partial", None),
+    DIVIDED,
+    _stale(2, "partial, divided"),
 )
+COLOCATED_PLANS = (
+    SYNCHRONOUS,
+    _stale(1, "over-sampled 1.25", oversample=1.25),
+    _stale(1, "over-sampled 1.5", oversample=1.5),
+    _stale(1, "over-sampled 2"),
+)
+"""On GPUs shared with the trainer: generation ends as soon as the first groups of a batch are complete."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +151,8 @@ class Throughput:
 
     tokens_per_s: float
     bound_tokens_per_s: float
-    """Engines at their best rate all the time."""
+    """Engines at their best rate all the time; where they share the trainer's GPUs, all the time that it does not
+    train."""
     steps: Sequence[Step]
     tally: Tally = field(repr=False)
 
@@ -151,7 +173,7 @@ def makespan(plan: Plan, trace: Trace, rates: EngineRates, engines: int) -> Make
 
 def throughput(plan: Plan, shape: Shape, seed: int, rates: EngineRates, engines: int, regime: Regime) -> Throughput:
     """Train `regime.steps` steps; staleness and pause are those of the plan."""
-    regime = replace(regime, max_staleness=plan.max_staleness, pause=plan.pause)
+    regime = replace(regime, max_staleness=plan.max_staleness, pause=plan.pause, oversample=plan.oversample)
     groups = regime.groups_per_step * (regime.steps + plan.max_staleness + 1)
     trace = draw_trace(replace(shape, groups=groups), seed)
     by_group = [tuple(group) for _, group in groupby(trace.conversations, key=lambda one: one.group)]
@@ -162,6 +184,8 @@ def throughput(plan: Plan, shape: Shape, seed: int, rates: EngineRates, engines:
     measured = [one for step in steps[first + 1 :] for name in step.groups for one in training.by_group[name]]
     seconds = steps[-1].released_at - steps[first].released_at
     best = bound(measured, rates, engines).work_s
+    if regime.colocated:
+        best += (regime.train_s + regime.update_s) * (len(steps) - first - 1)
     tokens = answer_tokens(measured)
     return Throughput(tokens / seconds, tokens / best, steps, simulation.tally)
 

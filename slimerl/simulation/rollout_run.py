@@ -162,6 +162,12 @@ class RolloutSimulation:
         self.router.release(version, list(self.engines), {})
         self.grant()
 
+    def stand_still(self, pause_s: float) -> None:
+        """Engines give their memory up for a while; what runs is prefilled again after it."""
+        for engine_id in list(self.engines):
+            self._advanced(engine_id).interrupt(pause_s)
+            self._wake(engine_id)
+
     @property
     def under_way(self) -> int:
         return len(self._under_way)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import groupby
+from statistics import mean
 
 import pytest
 
@@ -16,6 +17,7 @@ from slimerl.simulation.rollout_compare import (
     Plan,
     kv_aware,
     least_loaded,
+    longest_first,
     makespan,
     throughput,
     whole_groups,
@@ -25,7 +27,7 @@ from slimerl.simulation.rollout_engine import EngineRates
 from slimerl.simulation.rollout_order import FirstCome
 from slimerl.simulation.rollout_run import Policy, RolloutSimulation
 from slimerl.simulation.rollout_trace import Lengths, Shape, draw_trace
-from slimerl.simulation.rollout_training import Regime, TrainingSimulation
+from slimerl.simulation.rollout_training import Failures, Regime, TrainingSimulation
 
 RATES = EngineRates(slots=8, kv_tokens=40_000)
 SMALL = Shape("small", groups=12, siblings=4, turns=3, prompt=Lengths(400, 0.3), answer=Lengths(100, 0.8, 2000))
@@ -176,6 +178,36 @@ def test_steps_take_whole_groups_that_are_not_too_stale(max_staleness: int) -> N
         for name in step.groups:
             for one in simulation.by_group[name]:
                 assert simulation.rollout.tally.finished_at[one.session] < step.released_at
+
+
+@pytest.mark.parametrize("oversample", [1.5, 2.0])
+def test_over_sampling_fills_engines_that_share_the_trainers_gpus(oversample: float) -> None:
+    """The engines stand still while it trains, so that nothing but the batch's own tail is there to be filled."""
+    regime = Regime(4, 0, 6, train_s=1.0, update_s=0.5, colocated=True)
+    shape = replace(SMALL, turns=1, answer=Lengths(300, 1.2, 6000))
+    over = Plan("x", kv_aware, longest_first, chunk_tokens=256, max_staleness=1, oversample=oversample)
+    speeds = {}
+    for plan in (Plan("x", kv_aware, longest_first), over):
+        runs = [throughput(plan, shape, seed, RATES, 2, regime) for seed in range(4)]
+        assert all(run.over_bound >= 1.0 for run in runs)
+        assert max(step.staleness for run in runs for step in run.steps) == plan.max_staleness
+        speeds[plan] = mean(run.tokens_per_s for run in runs)
+    assert speeds[over] > 1.2 * min(speeds.values())
+
+
+def test_engines_that_die_again_and_again_cost_time_and_no_sample() -> None:
+    """Injected: an engine dies every two seconds, and is back a second later."""
+    plan = Plan("x", kv_aware, longest_first, chunk_tokens=64, max_staleness=1)
+    calm = Regime(4, 0, 6, train_s=1.0)
+    quiet, stormy = (
+        throughput(plan, SMALL, 0, RATES, 3, regime) for regime in (calm, replace(calm, failures=Failures(2.0, 1.0)))
+    )
+    assert stormy.tokens_per_s < quiet.tokens_per_s
+    for run in (quiet, stormy):
+        taken = [name for step in run.steps for name in step.groups]
+        assert len(taken) == len(set(taken)) == 24
+    deaths = [changes for changes in stormy.tally.occupancy.values() if len({time for time, *_ in changes}) > 1]
+    assert len(deaths) == 3, "every engine worked before and after"
 
 
 def test_staleness_overlaps_training_with_generation() -> None:
