@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, help="decode slots per engine")
     parser.add_argument("--spread", type=float, help="of the answers' lengths: standard deviation of the logarithm")
     parser.add_argument("--groups", type=int, default=128, help="training: groups of 8 per step")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--train-s", type=float, default=350.0, help="seconds of a training step")
     parser.add_argument("--only", help="policies whose name contains this")
     cores = len(os.sched_getaffinity(0))
