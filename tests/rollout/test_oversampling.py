@@ -136,18 +136,19 @@ def test_over_sampled_groups_of_an_earlier_process_are_taken_over_by_one_that_do
         await sync(made, 0)
         first = await step(made, 1)
         made.scheduler.trained(first.batch_id)
+        await sync(made, 1)
+        await made.until(lambda: len(made.store.unleased()) == 4)
         return decode(encode(made.scheduler.state()), RolloutState)
 
     async def after(made: Scene) -> int:
         made.scheduler.restore(state)
-        await sync(made, 1)
-        second = await step(made, 2)
-        made.scheduler.trained(second.batch_id)
+        for number in (2, 3):
+            await sync(made, number - 1)
+            made.scheduler.trained((await step(made, number)).batch_id)
         return made.store.counts().trained
 
     state = process(before, oversample=2)
-    assert len(state.groups) == 2
-    assert process(after, oversample=1) == 8
+    assert process(after, oversample=1) == 12
 
 
 @pytest.mark.parametrize(
