@@ -1,22 +1,36 @@
 """Compare rollout policies on simulated engines: makespan of one batch, and throughput of training steps.
 
+    python tools/simulate_rollout.py                     # the goals of routing and scheduling, one after the other
     python tools/simulate_rollout.py makespan            # one batch, by each policy; mean ± spread over seeds
     python tools/simulate_rollout.py training            # steps of training on 32k-token answers, by staleness
+    python tools/simulate_rollout.py colocated           # ... on GPUs that engines and trainer share: over-sampling
+    python tools/simulate_rollout.py failures            # ... while an engine dies every 1000 s for 300 s
     python tools/simulate_rollout.py makespan --picture occupancy.svg
 
-The routers are the real ones, and so are the staleness gate and the choice of batches; engines are simulated
-(slimerl/simulation/rollout_engine.py says how, and with which rates). Every figure stands beside what no policy can
-exceed (slimerl/simulation/rollout_bounds.py).
+Router, order of requests, foretelling of lengths, staleness gate and choice of batches are the real ones; engines are
+simulated (slimerl/simulation/rollout_engine.py says how, and with which rates). Every figure stands beside what no
+policy can exceed (slimerl/simulation/rollout_bounds.py).
 """
 
 import argparse
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
 
 from slimerl.simulation.rollout_compare import (
+    COLOCATED_PLANS,
+    DIVIDED,
     MAKESPAN_PLANS,
+    SYNCHRONOUS,
     TRAINING_PLANS,
     Makespan,
     Plan,
@@ -27,15 +41,19 @@ from slimerl.simulation.rollout_compare import (
 from slimerl.simulation.rollout_drawing import busy_share, occupancy_svg, occupancy_text
 from slimerl.simulation.rollout_engine import EngineRates
 from slimerl.simulation.rollout_scenarios import DENSE, LARGE_EXPERTS, LONG_ANSWERS, SATURATED, TAIL
-from slimerl.simulation.rollout_trace import draw_trace
-from slimerl.simulation.rollout_training import Regime
+from slimerl.simulation.rollout_trace import Shape, draw_trace
+from slimerl.simulation.rollout_training import Failures, Regime
 
 RATES = {"dense": DENSE, "saturated": SATURATED, "large-experts": LARGE_EXPERTS}
+FAILURES = Failures(every_s=1000.0, down_s=300.0)
+GOAL_SPEEDUP, GOAL_MAKESPAN, GOAL_HIT, GOAL_PARTIAL = 2.0, 1.40, 0.97, 1.15
+Result = TypeVar("Result", Makespan, Throughput)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("makespan", "training"))
+    kinds = ("goals", "makespan", "training", "colocated", "failures")
+    parser.add_argument("what", nargs="?", choices=kinds, default="goals")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--engines", type=int, help="default: 8 for a makespan, 4 for training")
     parser.add_argument("--rates", choices=RATES, help="default: saturated for a makespan, large-experts for training")
@@ -45,64 +63,124 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--train-s", type=float, default=350.0, help="seconds of a training step")
     parser.add_argument("--only", help="policies whose name contains this")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=cores, help="processes; default: one per core")
     parser.add_argument("--picture", type=Path, help="write the engines' occupancy under the last policy as SVG")
     options = parser.parse_args()
+    if options.what in ("goals", "makespan"):
+        shown = MAKESPAN_PLANS if options.what == "makespan" else (MAKESPAN_PLANS[0], *MAKESPAN_PLANS[-3:])
+        compare_makespans(options, shown)
     if options.what == "makespan":
-        compare_makespans(options)
-    else:
-        compare_training(options)
+        return
+    regime = Regime(options.groups, 0, options.steps, options.train_s)
+    if options.what in ("goals", "training"):
+        compare_training(options, regime, TRAINING_PLANS)
+        partial_alone(options, replace(regime, train_s=0.0))
+    if options.what in ("goals", "colocated"):
+        compare_training(options, replace(regime, colocated=True), COLOCATED_PLANS)
+    if options.what in ("goals", "failures"):
+        plans = (SYNCHRONOUS, *(plan for plan in TRAINING_PLANS if plan.max_staleness == DIVIDED.max_staleness))
+        compare_training(options, replace(regime, failures=FAILURES), plans)
 
 
-def compare_makespans(options: argparse.Namespace) -> None:
+def compare_makespans(options: argparse.Namespace, plans: Sequence[Plan]) -> None:
     rates = _rates(options, "saturated")
     engines = options.engines or 8
-    shape = TAIL if options.spread is None else replace(TAIL, answer=replace(TAIL.answer, spread=options.spread))
+    shape = _spread_out(TAIL, options)
     print(f"{shape.groups} groups x {shape.siblings} x {shape.turns} turns on {engines} engines of {rates.slots} slots")
     print(f"{'policy':<40}{'makespan / bound':>20}{'hit / oracle':>16}{'max/mean requests':>19}{'moves':>7}")
-    for plan in _chosen(MAKESPAN_PLANS, options.only):
-        runs = [makespan(plan, draw_trace(shape, seed), rates, engines) for seed in range(options.seeds)]
+    run = partial(_makespan, shape, rates, engines)
+    for plan, runs in _results(options, "makespan", run, _chosen(plans, options.only)):
+        over, hits = [one.over_bound for one in runs], [one.hit_over_oracle for one in runs]
+        judged = plan in MAKESPAN_PLANS[-3:]
+        good = judged and _verdict(mean(over) <= GOAL_MAKESPAN and min(hits) >= GOAL_HIT)
+        moves = mean(one.tally.moves for one in runs)
         print(
-            f"{plan.name:<40}{_spread([run.over_bound for run in runs]):>20}"
-            f"{_spread([run.hit_over_oracle for run in runs]):>16}"
-            f"{_spread([run.tally.spread for run in runs]):>19}{mean(run.tally.moves for run in runs):>7.0f}",
+            f"{plan.name:<40}{_spread(over):>20}{_spread(hits):>16}"
+            f"{_spread([one.tally.spread for one in runs]):>19}{moves:>7.0f}{good or ''}",
             flush=True,
         )
         _draw(options, plan, runs[-1], rates)
+    print(f"goal R3: makespan <= {GOAL_MAKESPAN} x bound at hits >= {GOAL_HIT} x oracle\n")
 
 
-def compare_training(options: argparse.Namespace) -> None:
+def compare_training(options: argparse.Namespace, regime: Regime, plans: Sequence[Plan]) -> None:
     rates = _rates(options, "large-experts")
     engines = options.engines or 4
-    answer = LONG_ANSWERS.answer
-    shape = (
-        LONG_ANSWERS if options.spread is None else replace(LONG_ANSWERS, answer=replace(answer, spread=options.spread))
-    )
-    regime = Regime(options.groups, 0, options.steps, options.train_s)
-    print(
-        f"{options.groups} groups x {shape.siblings} per step on {engines} engines of {rates.slots} slots, answers of "
-        f"{shape.answer.mean:.0f} tokens on average, at most {shape.answer.most}; a training step takes "
-        f"{regime.train_s:.0f} s, an update {regime.update_s:.0f} s"
-    )
+    shape = _spread_out(LONG_ANSWERS, options)
+    print(_described(options, regime, shape, rates, engines))
     print(f"{'policy':<58}{'tokens/s':>10}{'speed-up':>15}{'time / bound':>16}{'staleness':>11}")
     base: list[Throughput] = []
-    for plan in _chosen(TRAINING_PLANS, options.only):
-        runs = [throughput(plan, shape, seed, rates, engines, regime) for seed in range(options.seeds)]
+    run = partial(_throughput, shape, rates, engines, regime)
+    for plan, runs in _results(options, "training", run, _chosen(plans, options.only)):
         base = base or runs
-        speedups = [run.tokens_per_s / first.tokens_per_s for run, first in zip(runs, base, strict=True)]
+        speedups = [one.tokens_per_s / first.tokens_per_s for one, first in zip(runs, base, strict=True)]
+        goal = plan is DIVIDED and regime.failures is None and _verdict(mean(speedups) >= GOAL_SPEEDUP)
         print(
-            f"{plan.name:<58}{mean(run.tokens_per_s for run in runs):>10.0f}{_spread(speedups):>15}"
-            f"{_spread([run.over_bound for run in runs]):>16}"
-            f"{max(step.staleness for run in runs for step in run.steps):>11}",
+            f"{plan.name:<58}{mean(one.tokens_per_s for one in runs):>10.0f}{_spread(speedups):>15}"
+            f"{_spread([one.over_bound for one in runs]):>16}"
+            f"{max(step.staleness for one in runs for step in one.steps):>11}{goal or ''}",
             flush=True,
         )
         _draw(options, plan, runs[-1], rates)
-    limits = [run.bound_tokens_per_s / first.tokens_per_s for run, first in zip(runs, base, strict=True)]
-    print(f"{'throughput bound':<58}{mean(run.bound_tokens_per_s for run in runs):>10.0f}{_spread(limits):>15}")
+    limits = [one.bound_tokens_per_s / one.tokens_per_s for one in base]
+    print(f"{'throughput bound':<58}{mean(one.bound_tokens_per_s for one in base):>10.0f}{_spread(limits):>15}")
+    if not (regime.colocated or regime.failures):
+        print(f"goal: {DIVIDED.name} >= {GOAL_SPEEDUP} x {SYNCHRONOUS.name}")
+    print()
+
+
+def partial_alone(options: argparse.Namespace, regime: Regime) -> None:
+    """Rollouts whose training takes no time: what partial rollouts themselves lose."""
+    rates, shape = _rates(options, "large-experts"), _spread_out(LONG_ANSWERS, options)
+    run = partial(_throughput, shape, rates, options.engines or 4, regime)
+    for plan, runs in _results(options, "partial rollouts", run, [DIVIDED]):
+        over = [one.over_bound for one in runs]
+        print(f"{plan.name}, training in no time: {_spread(over)} x bound{_verdict(mean(over) <= GOAL_PARTIAL)}")
+    print(f"goal R3: partial rollouts <= {GOAL_PARTIAL} x the throughput bound\n")
+
+
+def _makespan(shape: Shape, rates: EngineRates, engines: int, plan: Plan, seed: int) -> Makespan:
+    return makespan(plan, draw_trace(shape, seed), rates, engines)
+
+
+def _throughput(shape: Shape, rates: EngineRates, engines: int, regime: Regime, plan: Plan, seed: int) -> Throughput:
+    return throughput(plan, shape, seed, rates, engines, regime)
+
+
+def _results(
+    options: argparse.Namespace, what: str, run: Callable[[Plan, int], Result], plans: Sequence[Plan]
+) -> list[tuple[Plan, list[Result]]]:
+    """Each plan with every seed, over processes, behind a progress bar."""
+    with (
+        ProcessPoolExecutor(min(options.jobs, len(plans) * options.seeds)) as pool,
+        Progress(console=Console(file=sys.stderr), transient=True) as progress,
+    ):
+        task = progress.add_task(what, total=len(plans) * options.seeds)
+        futures = [[pool.submit(run, plan, seed) for seed in range(options.seeds)] for plan in plans]
+        for future in (each for of_plan in futures for each in of_plan):
+            future.add_done_callback(lambda _: progress.advance(task))
+        return [(plan, [each.result() for each in of_plan]) for plan, of_plan in zip(plans, futures, strict=True)]
+
+
+def _described(options: argparse.Namespace, regime: Regime, shape: Shape, rates: EngineRates, engines: int) -> str:
+    where = "meanwhile the engines stand still, on the same GPUs" if regime.colocated else "meanwhile the engines go on"
+    dying = regime.failures
+    return (
+        f"{options.groups} groups x {shape.siblings} per step on {engines} engines of {rates.slots} slots, answers of "
+        f"{shape.answer.mean:.0f} tokens on average, at most {shape.answer.most}; a training step takes "
+        f"{regime.train_s:.0f} s, {where}; an update {regime.update_s:.0f} s"
+        + (f"; an engine dies every {dying.every_s:.0f} s and is back after {dying.down_s:.0f} s" if dying else "")
+    )
 
 
 def _rates(options: argparse.Namespace, default: str) -> EngineRates:
     rates = RATES[options.rates or default]
     return rates if options.slots is None else replace(rates, slots=options.slots)
+
+
+def _spread_out(shape: Shape, options: argparse.Namespace) -> Shape:
+    return shape if options.spread is None else replace(shape, answer=replace(shape.answer, spread=options.spread))
 
 
 def _chosen(plans: Sequence[Plan], only: str | None) -> list[Plan]:
@@ -112,6 +190,10 @@ def _chosen(plans: Sequence[Plan], only: str | None) -> list[Plan]:
 
 def _spread(values: Sequence[float]) -> str:
     return f"{mean(values):.3f} ± {stdev(values) if len(values) > 1 else 0.0:.3f}"
+
+
+def _verdict(met: bool) -> str:
+    return "  goal met" if met else "  goal missed"
 
 
 def _draw(options: argparse.Namespace, plan: Plan, run: Makespan | Throughput, rates: EngineRates) -> None:

@@ -4,6 +4,7 @@ Flows in: a spec that has passed the preflight. Flows out: the table. Invariant:
 the run itself, or the preflight, computes with.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -76,7 +77,9 @@ def _sampling(spec: RunSpec, needed: RunEstimate) -> Iterator[tuple[str, str]]:
         yield "engines", _engines(engine)
         if engine.model_path is not None:
             yield "engines' checkpoint", str(engine.model_path)
-        yield "staleness", f"{rollout.max_staleness} ({_mode(rollout.max_staleness)})"
+        ahead = rollout.max_staleness + 1 if rollout.oversample is None else rollout.oversample
+        under_way = f"up to {math.ceil(ahead * training.prompts_per_step)} prompts under way"
+        yield "staleness", f"{rollout.max_staleness} ({_mode(rollout.max_staleness)}), {under_way}"
         kept = f"; {needed.sent_state / MIB:,.0f} MiB of host memory kept for it" if needed.sent_state else ""
         yield "weight sync", f"{needed.sync_bytes / MIB:,.0f} MiB to each engine, by {spec.sync.transport}{kept}"
     yield "micro-batch", f"up to {tokens_at_once(spec):,} tokens on a rank at once"

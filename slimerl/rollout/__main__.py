@@ -179,7 +179,7 @@ async def _service(
             spec.algorithm.dynamic_sampling_rounds,
         ),
         PromptStream(inputs.train, spec.seed),
-        StalenessGate(training.prompts_per_step, rollout.max_staleness, training.steps),
+        StalenessGate(training.prompts_per_step, rollout.max_staleness, training.steps, oversample=rollout.oversample),
         SampleStore(smallest_group=min(2, rollout.samples_per_prompt)),
         dispatcher,
         judge,

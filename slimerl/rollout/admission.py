@@ -8,12 +8,17 @@ A group may be admitted only while (the rule of AReaL, here for every mode)::
 
 Example: 4 groups per step, max_staleness 0: four start under version 0, and not one more before version 1.
 
+Over-sampling with early stop (APRIL, arXiv 2509.18521) bounds what is under way further: of the oversample *
+groups_per_step groups that are not trained yet the first complete ones are the batch, the others stay as partial
+samples.
+
 Invariant: no group is trained more than `max_staleness` versions after its admission. The gate alone does not give
 that where finished groups overtake slow ones (a straggler of version 0 could wait for ever), so `choose_batch` lets
 a group be overtaken only as long as the coming batches have room for everything that must be in them. By induction
 that room is never short: before step k at most (max_staleness + 1) * groups_per_step groups are untrained.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,22 +66,47 @@ class StalenessGate:
     running: int = 0
     accepted: int = 0
     """Finished and not dropped, since the start of the run: trained ones stay counted."""
+    oversample: float | None = None
+    """Steps' worth of groups under way; None: as many as may be, which is max_staleness + 1."""
 
     @property
     def limit(self) -> int:
         """Groups that may have been admitted by now."""
+        if self.oversample is None or self.version < 0:
+            return self._stale_limit
+        ahead = math.ceil(self.oversample * self.groups_per_step)
+        return min(self.version * self.groups_per_step + ahead, self._stale_limit)
+
+    @property
+    def _stale_limit(self) -> int:
         if self.version < 0:
             return 0
         return min(self.max_staleness + self.version + 1, self.steps) * self.groups_per_step
+
+    @property
+    def next_batch(self) -> int:
+        """Number of the batch that the next group is due in, where none overtakes another."""
+        return (self.accepted + self.running) // self.groups_per_step
 
     def may_admit(self) -> bool:
         return self.accepted + self.running < self.limit
 
     def admit(self) -> None:
         """Raises GateError when the rule forbids it."""
-        if not self.may_admit():
+        self._admit(self.limit)
+
+    def admit_again(self) -> None:
+        """A group of an earlier process, which may have over-sampled more than this one is to.
+
+        Raises:
+            GateError: it is staler than this one may have any.
+        """
+        self._admit(self._stale_limit)
+
+    def _admit(self, limit: int) -> None:
+        if self.accepted + self.running >= limit:
             raise GateError(
-                f"group refused: {self.accepted} accepted + {self.running} running reach the limit of {self.limit} "
+                f"group refused: {self.accepted} accepted + {self.running} running reach the limit of {limit} "
                 f"at version {self.version} with max_staleness {self.max_staleness}"
             )
         self.running += 1

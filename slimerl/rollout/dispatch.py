@@ -1,4 +1,4 @@
-"""Requests to engines: wait for a slot, send, and try again elsewhere where an engine failed.
+"""Requests to engines: wait for a slot, send, and try again elsewhere where an engine failed, or is the slow one.
 
 Flows in: `GenerateRequest`s of the scheduler and the evaluation, many at once. Flows out: a `Completion` for each, or
 `GenerationFailed` with its reason.
@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -20,6 +20,9 @@ from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, Eng
 from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.rollout.engines import Engines
+from slimerl.rollout.load_figures import LoadFigures
+from slimerl.rollout.migration import Migration
+from slimerl.rollout.order import Entry, LengthOrder, Progress
 from slimerl.rollout.router import Query, Reservation, Router
 from slimerl.samples.messages import EngineState
 from slimerl.samples.sample import Sample
@@ -52,7 +55,10 @@ class GenerateRequest:
     session: str = ""
     """Of the requests that go on from each other's tokens; default: of this one alone."""
     expected_new_tokens: int = 0
-    """0: as many as it may have."""
+    """Where there is no progress that tells more; 0: as many as it may have."""
+    progress: Progress | None = None
+    """Of the sample that it is for, by which the order of those that wait is made. Whoever gives it goes on from what
+    an aborted request has: it may be taken back from its engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,10 @@ class GenerationFailed(RuntimeError):
         self.reason = reason
 
 
+class _TakenBack(Exception):
+    """It is to be tried on another engine, through no fault of this one."""
+
+
 class _TryFailed(Exception):
     """One try came to nothing. `again`: another one may succeed. `suspect`: the engine may be at fault."""
 
@@ -84,6 +94,9 @@ class _TryFailed(Exception):
 class _Waiter:
     query: Query
     slot: "asyncio.Future[Reservation]"
+    progress: Progress | None = None
+    budget: int = 0
+    """Tokens that the request may have."""
 
 
 @dataclass
@@ -94,12 +107,13 @@ class Dispatcher:
     engines: Engines
     request_s: float
     changed: Callable[[], None] = lambda: None
+    order: LengthOrder[_Waiter] = field(default_factory=LengthOrder)
+    """Of those that are not urgent."""
     in_flight: int = 0
     """Slots taken and not yet given back."""
     _held: bool = False
     _sent: int = 0
     _urgent: deque[_Waiter] = field(default_factory=deque)
-    _waiting: deque[_Waiter] = field(default_factory=deque)
     _failures: Counter[str] = field(default_factory=Counter)
     """Per engine, since it last answered well."""
     _probes: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
@@ -108,6 +122,15 @@ class Dispatcher:
     _granting: asyncio.Handle | None = None
     """Of the rest that `_grant` has left."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _figures: LoadFigures = field(default_factory=LoadFigures)
+    _migration: Migration = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._migration = Migration(self.router, self.engines)
+
+    def take_figures(self) -> dict[str, float]:
+        """`rollout/…` figures of engines and moves since the last call."""
+        return self._figures.take(self.router.moves, self._migration.moved)
 
     async def generate(
         self, request: GenerateRequest, started: Callable[[], None] = lambda: None, urgent: bool = False
@@ -124,34 +147,35 @@ class Dispatcher:
         avoid: frozenset[str] = frozenset()
         session = request.session or request.request_id
         expected = request.expected_new_tokens or request.params.max_new_tokens
-        number, lost = 1, 0
+        failures, lost = 0, 0
+        sent = False
         while True:
-            slot = await self._acquire(Query(session, request.group, request.tokens, expected, avoid), urgent)
+            query = Query(session, request.group, request.tokens, expected, avoid)
+            slot = await self._acquire(query, request, urgent)
             generated = 0
             try:
-                if number + lost == 1:
+                if not sent:
                     started()
+                    sent = True
                 generation = await self._try(slot, request)
                 generated = len(generation.tokens)
-                return Completion(generation, slot.engine_id, number + lost)
+                return Completion(generation, slot.engine_id, failures + lost + 1)
+            except _TakenBack:
+                logger.info("%s waited on %s for want of KV, and goes to another", request.request_id, slot.engine_id)
             except _TryFailed as failure:
-                if not failure.again or number == MAX_TRIES:
+                # a lost engine says nothing of the request: one in service is waited for
+                by_request = failure.reason != LOST
+                failures, lost = failures + by_request, lost + (not by_request)
+                if not failure.again or failures == MAX_TRIES:
                     raise GenerationFailed(request.request_id, failure.reason, str(failure)) from failure
                 logger.warning("%s failed on %s, tried again: %s", request.request_id, slot.engine_id, failure)
-                if failure.reason == LOST:
-                    lost += 1  # it says nothing of the request, and one in service is waited for
+                if not by_request:
                     continue
             finally:
                 self._release(slot, generated)
             avoid |= {slot.engine_id}
-            await asyncio.sleep(RETRY_DELAYS_S[number - 1])
-            number += 1
-
-    def has_room(self) -> bool:
-        """Would a request be sent at once?"""
-        if self._held or self._waiting or self._urgent:
-            return False
-        return self.router.route(Query("")) is not None
+            if failures:
+                await asyncio.sleep(RETRY_DELAYS_S[failures - 1])
 
     def refresh(self) -> None:
         """Engines joined or changed: grant what can be granted."""
@@ -201,14 +225,19 @@ class Dispatcher:
     async def close(self) -> None:
         for probe in self._probes.values():
             probe.cancel()
-        await asyncio.gather(*self._probes.values(), return_exceptions=True)
+        await asyncio.gather(*self._probes.values(), self._migration.close(), return_exceptions=True)
 
     # --- slots
 
-    async def _acquire(self, query: Query, urgent: bool) -> Reservation:
-        lane = self._urgent if urgent else self._waiting
-        waiter = _Waiter(query, asyncio.get_running_loop().create_future())
-        lane.append(waiter)
+    async def _acquire(self, query: Query, request: GenerateRequest, urgent: bool) -> Reservation:
+        future = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(query, future, request.progress, request.params.max_new_tokens)
+        entry: Entry[_Waiter] | None = None
+        if urgent:
+            self._urgent.append(waiter)
+        else:
+            # what has been sent before goes first
+            entry = self.order.add(waiter, query.group, None if query.avoid else request.progress)
         self._grant()
         try:
             return await waiter.slot
@@ -216,32 +245,39 @@ class Dispatcher:
             # Cancelled between the grant and its arrival here: the slot is this request's to give back.
             if waiter.slot.done() and not waiter.slot.cancelled():
                 self._release(waiter.slot.result())
-            elif waiter in lane:
-                lane.remove(waiter)
+            elif entry is not None:
+                self.order.remove(entry)
+            elif waiter in self._urgent:
+                self._urgent.remove(waiter)
             raise
 
     def _grant(self) -> None:
-        """Slots for those who wait, oldest first, urgent ones before all."""
+        """Slots for those who wait: urgent ones first, oldest first, then the others by their order."""
         if self._held or self._granting is not None:
             return
         granted = 0
-        for lane in (self._urgent, self._waiting):
-            skipped: list[_Waiter] = []
-            while lane and granted < GRANTED_AT_ONCE:
-                waiter = lane.popleft()
-                if waiter.slot.done():
-                    continue
-                engine_id = self.router.route(waiter.query)
-                if engine_id is not None:
-                    waiter.slot.set_result(self.router.reserve(engine_id, waiter.query))
-                    self.in_flight += 1
-                    granted += 1
-                    continue
-                skipped.append(waiter)
-                # One that avoids an engine must not keep others from it.
-                if not waiter.query.avoid:
-                    break
-            lane.extendleft(reversed(skipped))
+        late: list[_Waiter] = []
+        while self._urgent and granted < GRANTED_AT_ONCE:
+            waiter = self._urgent.popleft()
+            if self._granted(waiter):
+                granted += 1
+                continue
+            late.append(waiter)
+            # One that avoids an engine must not keep others from it.
+            if not waiter.query.avoid:
+                break
+        self._urgent.extendleft(reversed(late))
+        skipped: list[Entry[_Waiter]] = []
+        while granted < GRANTED_AT_ONCE and (entry := self.order.take()) is not None:
+            if self._granted(entry.item):
+                self.order.sent(entry)
+                granted += 1
+                continue
+            skipped.append(entry)
+            if not entry.item.query.avoid:
+                break
+        for entry in skipped:
+            self.order.put_back(entry)
         if granted == GRANTED_AT_ONCE:
             self._granting = asyncio.get_running_loop().call_soon(self._grant_rest)
 
@@ -249,20 +285,46 @@ class Dispatcher:
         self._granting = None
         self._grant()
 
+    def _granted(self, waiter: _Waiter) -> bool:
+        """It has a slot now, or wants none any more."""
+        if waiter.slot.done():
+            return True
+        if waiter.progress is not None:
+            # more may be known than when it began to wait
+            expected = self.order.lengths.expected(waiter.progress.prompt_id, waiter.progress.done, waiter.budget)
+            if expected != waiter.query.expected_new_tokens:
+                waiter.query = replace(waiter.query, expected_new_tokens=expected)
+        engine_id = self.router.route(waiter.query)
+        if engine_id is None:
+            return False
+        waiter.slot.set_result(self.router.reserve(engine_id, waiter.query))
+        self.in_flight += 1
+        self._figures.taken(engine_id)
+        return True
+
     def _release(self, slot: Reservation, generated: int = 0) -> None:
         self.router.end(slot, generated)
         self.in_flight -= 1
+        serving = [one.engine_id for one in self.router.engines() if one.state is EngineState.SERVING]
+        self._figures.given_back(slot.engine_id, serving)
         if not self.in_flight:
             self._idle.set()
         self.refresh()
+        if not (self._held or self._urgent or len(self.order)):
+            self._migration.even_out()
 
     # --- one try
 
     async def _try(self, slot: Reservation, request: GenerateRequest) -> Generation:
         version = self.router.version
+        self._sent += 1
+        # never the name of an earlier try, which an engine may still know
+        name = f"{request.request_id}#{self._sent}"
+        asked = self._migration.sent(slot, name, divisible=request.progress is not None)
         try:
-            generation = await self._unless_lost(slot.engine_id, self._ask(slot.engine_id, request))
-            _check(generation, range(version, self.router.version + 1), request, self._held)
+            generation = await self._unless_lost(slot.engine_id, self._ask(slot.engine_id, request, name))
+            may_end = self._held or asked.taken_back
+            _check(generation, range(version, self.router.version + 1), request, may_end)
         except _TryFailed as failure:
             if failure.suspect:
                 self._suspect(slot.engine_id)
@@ -270,7 +332,11 @@ class Dispatcher:
                 logger.error("engine %s is quarantined: %s", slot.engine_id, failure)
                 self.router.quarantine(slot.engine_id, str(failure))
             raise
+        finally:
+            self._migration.ended(slot)
         self._failures.pop(slot.engine_id, None)
+        if self._migration.waited(slot, asked, generation):
+            raise _TakenBack
         return generation
 
     async def _unless_lost(self, engine_id: str, asking: Coroutine[Any, Any, Generation]) -> Generation:
@@ -287,14 +353,12 @@ class Dispatcher:
         finally:
             self._asking[engine_id].discard(task)
 
-    async def _ask(self, engine_id: str, request: GenerateRequest) -> Generation:
-        self._sent += 1
+    async def _ask(self, engine_id: str, request: GenerateRequest, name: str) -> Generation:
         try:
             return await self.engines[engine_id].generate(
                 request.tokens,
                 request.params,
-                # never the name of an earlier try, which an engine may still know
-                request_id=f"{request.request_id}#{self._sent}",
+                request_id=name,
                 timeout_s=self.request_s,
                 # SGLang finds cached prefixes under the same key alone: never what older weights computed
                 extra={"extra_key": f"version {self.router.version}"},

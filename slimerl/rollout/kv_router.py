@@ -18,7 +18,7 @@ import numpy as np
 
 from slimerl.rollout.kv_fleet import FULL_S, EngineModel, Fleet, Seat
 from slimerl.rollout.kv_memory import Group, Memory, Session
-from slimerl.rollout.kv_tail import InFlight, Move, may_be_tail, tail_moves
+from slimerl.rollout.kv_tail import InFlight, Move, evens_out, may_be_tail, tail_moves
 from slimerl.rollout.prefix_index import BLOCK_TOKENS, PrefixIndex, hash_blocks
 from slimerl.rollout.router import LeastLoaded, Query, Reservation, RouterError
 from slimerl.samples.messages import EngineInfo, EngineState
@@ -89,6 +89,7 @@ class KvRouter:
         memory: Memory | None = None,
     ) -> None:
         self.siblings = siblings
+        self.moves = 0
         self._roster = LeastLoaded(capacity)
         self._fleet = Fleet(capacity, clock)
         self._model = model or EngineModel()
@@ -195,6 +196,8 @@ class KvRouter:
         if query.session:
             if session is None:
                 self._place(query.group, seat)
+            elif session.seat is not seat:
+                self.moves += 1
             session = self._memory.sent(query.session, query.group, plan.keys, seat)
             session.version, session.held, session.shared = self.version, plan.prompt, shared
         return reservation
@@ -227,7 +230,7 @@ class KvRouter:
             return []
         for number, held in self._held.items():
             if held.seat in in_flight:
-                in_flight[held.seat].append(InFlight(number, held.prompt, held.expected))
+                in_flight[held.seat].append(InFlight(number, held.prompt, held.expected, held.kv))
         return tail_moves(list(in_flight.items()), running_too)
 
     # --- choice
@@ -255,7 +258,7 @@ class KvRouter:
             if engine_id in self._seats:
                 costs[self._seats[engine_id].slot] = np.inf
         if session is not None and session.seat is not None and not session.seat.gone:
-            return self._for_session(session.seat, costs)
+            return self._for_session(session, session.seat, costs, plan)
         group = self._memory.group(query.group) if query.group else None
         if group is not None:
             home = self._home(group, costs, plan)
@@ -287,14 +290,28 @@ class KvRouter:
         fleet = self._fleet
         return seat.load > max(HOME_SLOTS * seat.model.slots, HOME_LOAD * fleet.total_load / fleet.serving)
 
-    def _for_session(self, seat: Seat, costs: np.ndarray) -> Seat | None:
+    def _for_session(self, session: Session, seat: Seat, costs: np.ndarray, plan: _Plan) -> Seat | None:
         """A session that is not to stay unasked moves where it gains by it, to an engine that has a slot for it: from
         one queue to another there is nothing to gain."""
         best = self._fleet.least(costs)
-        if best is None or best is seat or costs[seat.slot] == np.inf:
+        if best is None or costs[seat.slot] == np.inf:
             return best
-        gains = best.load < best.model.slots and MOVE_GAIN * costs[best.slot] < costs[seat.slot]
-        return best if gains else seat
+        if best is not seat and best.load < best.model.slots and MOVE_GAIN * costs[best.slot] < costs[seat.slot]:
+            return best
+        between_chunks = session.held == plan.prompt
+        return (self._evened_out(seat, costs, plan) if between_chunks else None) or seat
+
+    def _evened_out(self, seat: Seat, costs: np.ndarray, plan: _Plan) -> Seat | None:
+        """In the tail of a rollout all that stay gain as well: the engine that runs dry, where that is worth it. Not
+        between turns, when loads go up and down anyway."""
+        if self._saturated():
+            return None
+        others = [each for each in self._seats.values() if each is not seat and costs[each.slot] < FULL_S]
+        driest = min(others, key=lambda each: each.load, default=None)
+        if driest is None:
+            return None
+        missing = plan.prompt - plan.cached.get(driest.slot, 0)
+        return driest if evens_out(seat, driest, plan.query.expected_new_tokens, missing) else None
 
     def _place(self, name: str, seat: Seat) -> None:
         """Count a new session; the first of a group at an engine stands for the siblings that will follow it."""

@@ -10,6 +10,7 @@ none that are longer than what it has already, all recent responses do.
 
 from array import array
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from statistics import fmean
 
 MAX_PROMPTS = 50_000
@@ -27,6 +28,8 @@ class ResponseLengths:
         self._prompts = prompts
         self._of: OrderedDict[str, array[int]] = OrderedDict()
         self._recent: deque[int] = deque(maxlen=RECENT)
+        self.learnt: list[Callable[[str], None]] = []
+        """Called with the prompt of each response that ended."""
 
     def observe(self, prompt_id: str, tokens: int) -> None:
         """A response ended after `tokens`."""
@@ -37,6 +40,12 @@ class ResponseLengths:
         self._recent.append(tokens)
         if len(self._of) > self._prompts:
             self._of.popitem(last=False)
+        for tell in self.learnt:
+            tell(prompt_id)
+
+    def knows(self, prompt_id: str) -> bool:
+        """Has a response to this very prompt ended, and is it remembered?"""
+        return prompt_id in self._of
 
     def expected(self, prompt_id: str, done: int, budget: int) -> int:
         """Tokens that a response which has `done` will still get, of the `budget` that it may; at least 1."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.rollout.dispatch import GenerateRequest, append_generation
 from slimerl.rollout.lengths import ResponseLengths
+from slimerl.rollout.order import Progress
 from slimerl.rollout.prompts import sampling_seed
 from slimerl.samples.sample import Sample
 
@@ -37,8 +38,10 @@ class Parts:
             seed=sampling_seed(self.run_seed, sample.sample_id, attempt=0),
         )
         name = f"{sample.sample_id}+{done}" if done else sample.sample_id
-        expected = self.lengths.expected(sample.prompt_id, done, part.max_new_tokens)
-        return GenerateRequest(name, sample.group_id, tuple(sample.tokens), part, sample.sample_id, expected)
+        progress = Progress(sample.prompt_id, done, left)
+        return GenerateRequest(
+            name, sample.group_id, tuple(sample.tokens), part, session=sample.sample_id, progress=progress
+        )
 
     def append(self, sample: Sample, generation: Generation) -> None:
         """Take what an engine generated for `next_request`."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from slimerl.rollout.kv_tail import Move
 from slimerl.samples.messages import EngineInfo, EngineState
 
 
@@ -44,6 +45,9 @@ class Reservation:
 class Router(Protocol):
     """The interface that every policy of choice stands behind."""
 
+    moves: int
+    """Requests of a session that went to another engine than the one before, as far as the router knows sessions."""
+
     @property
     def version(self) -> int:
         """Version that engines must serve; -1 before the first release."""
@@ -71,6 +75,8 @@ class Router(Protocol):
 
     def running(self) -> list[Reservation]: ...
 
+    def tail_moves(self, running_too: bool = True) -> list[Move]: ...
+
 
 @dataclass(slots=True)
 class _Engine:
@@ -88,6 +94,7 @@ class LeastLoaded:
     capacity: int
     """Requests in flight per engine."""
     version: int = -1
+    moves: int = field(default=0, init=False)
     _engines: dict[str, _Engine] = field(default_factory=dict)
     _running: dict[int, tuple[Reservation, _Engine]] = field(default_factory=dict)
     _count: int = 0
@@ -180,6 +187,10 @@ class LeastLoaded:
     def load(self, engine_id: str) -> int:
         """Requests in flight on an engine."""
         return self._known(engine_id).load
+
+    def tail_moves(self, running_too: bool = True) -> list[Move]:
+        """None: of the requests nothing is known but their number, which is even."""
+        return []
 
     def _best(self, avoid: frozenset[str]) -> str | None:
         best: _Engine | None = None

@@ -27,7 +27,7 @@ from slimerl.rollout.dynamic_sampling import InformativeGroups, NothingToLearn
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.parts import Parts
 from slimerl.rollout.prompts import Drawn, Prompt, PromptStream
-from slimerl.rollout.statistics import GroupRecord, batch_metrics, trace_groups
+from slimerl.rollout.statistics import GroupRecord, batch_metrics, length_error, partial_metrics, trace_groups
 from slimerl.samples.messages import BatchManifest, RolloutState
 from slimerl.samples.sample import Sample
 from slimerl.samples.store import GroupState, SampleStore
@@ -96,16 +96,17 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self._parts = Parts(settings.params, settings.run_seed, settings.chunk_tokens)
+        lengths = self.dispatcher.order.lengths
+        self._parts = Parts(settings.params, settings.run_seed, settings.chunk_tokens, lengths)
         self._informative = InformativeGroups(settings.dynamic_sampling_rounds, settings.groups_per_step)
 
     async def run(self) -> None:
         """Admit groups until cancelled; ends the samples under way then."""
         try:
             while True:
-                while not self.stopped and self.gate.may_admit() and self.dispatcher.has_room():
+                while not self.stopped and self.gate.may_admit():
+                    # All of them, wherever there is room: the dispatcher's order chooses among what waits.
                     self._admit(self.prompts.draw())
-                    # The new tasks run up to their slots now, so that `has_room` knows of them.
                     await asyncio.sleep(0)
                 self._wake.clear()
                 await self._wake.wait()
@@ -153,7 +154,9 @@ class Scheduler:
         records = [self._records.pop(group_id) for group_id in chosen]
         new_drops = dropped - self._dropped_before
         metrics = batch_metrics(batch.samples, records, new_drops, gate.version, self._informative.take_replaced())
-        metrics |= self.judge.take_figures()
+        metrics |= self.judge.take_figures() | self.dispatcher.take_figures()
+        metrics |= length_error(batch.samples, dict(zip(chosen, records, strict=True)))
+        metrics |= partial_metrics([self.store.sample(sample_id) for sample_id in self._tasks])
         self._dropped_before = dropped
         trace_groups(step, records)
         manifest = BatchManifest(batch_id, step, list(batch.samples), metrics)
@@ -195,7 +198,8 @@ class Scheduler:
         self.gate.resume(state.steps)
         self._forks = {name: fork for of_group in forks for name, fork in of_group.items()}
         for group, again in zip(groups, drawn, strict=True):
-            self.gate.admit()
+            batch = self.gate.next_batch
+            self.gate.admit_again()
             begun = {each.payload.sample_id: Sample.restored(each, group.group_id) for each in group.begun}
             missing = (
                 [begun.get(sample_id) or _sample(again, sample_id) for sample_id in group.missing]
@@ -206,6 +210,7 @@ class Scheduler:
                 self.gate.accept()
             self._records[group.group_id] = GroupRecord()
             if again is not None:
+                self.dispatcher.order.admit(group.group_id, again.prompt.prompt_id, batch)
                 self._begin(missing, again.prompt.answer)
         logger.info(
             "going on after step %d: %d prompts drawn, %d groups live, %d samples of them to be finished",
@@ -215,6 +220,7 @@ class Scheduler:
     # --- groups
 
     def _admit(self, drawn: Drawn) -> None:
+        self.dispatcher.order.admit(drawn.group_id, drawn.prompt.prompt_id, self.gate.next_batch)
         self.gate.admit()
         ids = [f"{drawn.group_id}/{number}" for number in range(self.settings.samples_per_group)]
         samples = [_sample(drawn, sample_id) for sample_id in ids]
@@ -255,6 +261,7 @@ class Scheduler:
         """Tell the gate what became of the group, if it is settled."""
         if state is GroupState.OPEN:
             return
+        self._records[group_id].foretold_tokens = self.dispatcher.order.forget(group_id)
         if state is GroupState.READY:
             self._finish(group_id)
         else:

@@ -5,12 +5,13 @@ figures. Clock readings are seconds of one monotonic clock.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from slimerl.rollout.agents.policy import LENGTH, OVERFLOW
 from slimerl.samples.messages import SampleMeta
+from slimerl.samples.sample import Sample
 from slimerl.telemetry import trace
 
 TRUNCATED = frozenset({LENGTH, OVERFLOW})
@@ -26,6 +27,8 @@ class GroupRecord:
     generated_s: float | None = None
     """End of the last generation of its samples."""
     ready_s: float | None = None
+    foretold_tokens: float | None = None
+    """Mean length of its responses, as it was expected when they were sent."""
     judged_s: dict[str, float] = field(default_factory=dict)
     """Sample id → seconds from the end of its generation to its reward."""
     unparsable: set[str] = field(default_factory=set)
@@ -103,6 +106,31 @@ def batch_metrics(
         metrics["rollout/accuracy_with_replaced"] = fmean(map(float, judged_all)) if judged_all else 0.0
     metrics |= {f"agent/{name}": float(number) for name, number in agent.items()}
     return metrics | {f"rollout/dropped_{reason}": float(number) for reason, number in dropped.items() if number}
+
+
+def length_error(samples: Sequence[SampleMeta], records: Mapping[str, GroupRecord]) -> dict[str, float]:
+    """How far lengths were foretold amiss, over the groups of which they were: what the order of requests lives on.
+
+    Args:
+        samples: of a batch.
+        records: by group.
+    """
+    lengths: dict[str, list[int]] = {}
+    for sample in samples:
+        lengths.setdefault(sample.group_id, []).append(sample.response_length)
+    errors = [
+        abs(foretold - fmean(lengths[group_id])) / fmean(lengths[group_id])
+        for group_id, record in records.items()
+        if (foretold := record.foretold_tokens) is not None
+    ]
+    return {"rollout/length_error": fmean(errors)} if errors else {}
+
+
+def partial_metrics(under_way: Iterable[Sample]) -> dict[str, float]:
+    """Of the samples that a batch leaves behind half generated."""
+    unfinished = [sample for sample in under_way if sample.finish_reason is None]
+    tokens = [len(sample.response_tokens) for sample in unfinished if sample.response_tokens]
+    return {"rollout/partial_samples": float(len(tokens)), "rollout/partial_tokens": float(sum(tokens))}
 
 
 def _cached_fraction(groups: Sequence[GroupRecord]) -> float:

@@ -1,85 +1,62 @@
-"""Which conversation is begun next: simple orders, to compare with. Pure.
+"""An order to compare with: first come, first served. Pure. The real one is `slimerl.rollout.order.LengthOrder`.
 
-Flows in: conversations that wait, and what became of those begun. Flows out: the next one.
-Invariant: what was added is taken exactly once.
+Flows in: what waits. Flows out: the next one. Invariant: what was added is handed out exactly once.
 """
 
-from collections import deque
-from collections.abc import Iterable
-from typing import Protocol
+import heapq
+from itertools import count
+from typing import Generic, Protocol, TypeVar
 
-from slimerl.simulation.rollout_trace import Conversation
+from slimerl.rollout.order import Entry, Progress
+
+Item = TypeVar("Item")
 
 
-class Order(Protocol):
-    """Conversations that wait to be begun."""
+class Order(Protocol[Item]):
+    """What a simulation asks of an order; `LengthOrder` says what each call means."""
 
-    def add(self, conversations: Iterable[Conversation]) -> None: ...
+    def admit(self, group: str, prompt_id: str, batch: int) -> None: ...
 
-    def take(self) -> Conversation: ...
+    def forget(self, group: str) -> float | None: ...
 
-    def finished(self, one: Conversation) -> None: ...
+    def add(self, item: Item, group: str, progress: Progress | None) -> Entry[Item]: ...
+
+    def take(self) -> Entry[Item] | None: ...
+
+    def sent(self, entry: Entry[Item]) -> None: ...
+
+    def put_back(self, entry: Entry[Item]) -> None: ...
 
     def __len__(self) -> int: ...
 
 
-class FirstCome:
-    """As they come, siblings together."""
+class FirstCome(Generic[Item]):
+    """As they come, siblings together; what goes on goes first."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Conversation] = deque()
+        self._numbers = count()
+        self._waiting: list[tuple[bool, int, Entry[Item]]] = []
 
-    def add(self, conversations: Iterable[Conversation]) -> None:
-        self._waiting.extend(conversations)
-
-    def take(self) -> Conversation:
-        return self._waiting.popleft()
-
-    def finished(self, one: Conversation) -> None:
+    def admit(self, group: str, prompt_id: str, batch: int) -> None:
         pass
+
+    def forget(self, group: str) -> float | None:
+        return None
+
+    def add(self, item: Item, group: str, progress: Progress | None) -> Entry[Item]:
+        entry = Entry(item, group, progress, next(self._numbers))
+        self.put_back(entry)
+        return entry
+
+    def take(self) -> Entry[Item] | None:
+        return heapq.heappop(self._waiting)[2] if self._waiting else None
+
+    def sent(self, entry: Entry[Item]) -> None:
+        pass
+
+    def put_back(self, entry: Entry[Item]) -> None:
+        begins = entry.progress is None or not entry.progress.done
+        heapq.heappush(self._waiting, (begins, entry.number, entry))
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-
-class LongestFirst(FirstCome):
-    """Those of a call of `add` before those of the next; of these, the group first that history says is longest, whole
-    (siblings one after the other, so that they find their prompt cached)."""
-
-    def add(self, conversations: Iterable[Conversation]) -> None:
-        self._waiting.extend(sorted(conversations, key=lambda one: (-one.predicted, one.group)))
-
-
-class ProbesFirst:
-    """Without history: one sibling of each group first, as a probe; then the siblings of the probe that is longest.
-
-    A probe that still runs when others have finished is longer than they are, and its group goes first.
-    """
-
-    def __init__(self) -> None:
-        self._probes: deque[Conversation] = deque()
-        self._siblings: dict[str, deque[Conversation]] = {}
-        """By group, those whose probe was begun later behind."""
-        self._length: dict[str, int] = {}
-        """Of probes that have finished, by group."""
-
-    def add(self, conversations: Iterable[Conversation]) -> None:
-        for one in conversations:
-            if one.group in self._siblings:
-                self._siblings[one.group].append(one)
-            else:
-                self._siblings[one.group] = deque()
-                self._probes.append(one)
-
-    def take(self) -> Conversation:
-        if self._probes:
-            return self._probes.popleft()
-        waiting = [group for group, siblings in self._siblings.items() if siblings]
-        longest = max(waiting, key=lambda group: self._length.get(group, 1 << 40))
-        return self._siblings[longest].popleft()
-
-    def finished(self, one: Conversation) -> None:
-        self._length.setdefault(one.group, one.answer_tokens)
-
-    def __len__(self) -> int:
-        return len(self._probes) + sum(len(siblings) for siblings in self._siblings.values())

@@ -7,13 +7,15 @@ turns follow one another; every conversation that was fed is finished, also wher
 """
 
 import heapq
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
 from slimerl.rollout.kv_router import KvRouter
 from slimerl.rollout.kv_tail import Move
+from slimerl.rollout.lengths import ResponseLengths
+from slimerl.rollout.order import Entry, Progress
 from slimerl.rollout.router import Query, Reservation, Router
 from slimerl.samples.messages import EngineInfo
 from slimerl.simulation.rollout_engine import EngineRates, Job, SimulatedEngine
@@ -25,15 +27,16 @@ from slimerl.simulation.rollout_trace import Conversation, Path, Segment, segmen
 class Policy:
     """How conversations are handed out.
 
-    `in_flight`: conversations under way at once. `order`: which one is begun next. `chunk_tokens`: generation is
-    divided into requests of so many tokens (None: a turn is one request). `expected`: new tokens that the router is
-    told of, for a conversation's turn.
+    `in_flight`: conversations under way at once. `order`: which one is sent next. `chunk_tokens`: generation is
+    divided into requests of so many tokens (None: a turn is one request). `lengths`: foretell how long one will be, by
+    the name of its group; told of each that ends. `budget_tokens`: that a conversation's answers may have.
     """
 
     in_flight: int
-    order: Order = field(default_factory=FirstCome)
+    order: "Order[Course]" = field(default_factory=FirstCome)
     chunk_tokens: int | None = None
-    expected: Callable[[Conversation, int], int] = lambda one, turn: 256
+    lengths: ResponseLengths = field(default_factory=ResponseLengths)
+    budget_tokens: int = 1024
     tool_s: float = 0.0
     """Between an answer and the next turn."""
     tail_moves: bool = False
@@ -41,15 +44,18 @@ class Policy:
 
 
 @dataclass(slots=True, eq=False)
-class _Course:
-    """A conversation under way."""
+class Course:
+    """A conversation that waits, or is under way."""
 
     conversation: Conversation
-    path: Path
-    tokens: tuple[int, ...]
+    path: Path = ()
+    tokens: tuple[int, ...] = ()
+    """Empty until it is begun."""
     turn: int = 0
     answered: int = 0
     """Tokens of the present turn's answer."""
+    done: int = 0
+    """Tokens of all its answers."""
     query: Query | None = None
     slot: Reservation | None = None
     job: Job | None = None
@@ -96,8 +102,9 @@ class RolloutSimulation:
         self._ties = count()
         self._wakes: Counter[str] = Counter()
         self._held: Callable[[], None] | None = None
-        self._waiting: deque[_Course] = deque()
-        self._under_way: dict[str, _Course] = {}
+        self._open: Counter[str] = Counter()
+        """Conversations that are not finished, by group."""
+        self._under_way: dict[str, Course] = {}
         self._last: dict[str, str] = {}
         for number in range(engines):
             self.add_engine(f"engine-{number}")
@@ -112,9 +119,13 @@ class RolloutSimulation:
         self.tally.requests.setdefault(engine_id, 0)
         self.tally.occupancy.setdefault(engine_id, [(self.now, 0, 0)])
 
-    def feed(self, conversations: Iterable[Conversation]) -> None:
-        """Further conversations."""
-        self.policy.order.add(conversations)
+    def feed(self, conversations: Iterable[Conversation], batch: int = 0) -> None:
+        """Further conversations, whole groups; those of a lower `batch` are due before them."""
+        for one in conversations:
+            if not self._open[one.group]:
+                self.policy.order.admit(one.group, one.group, batch)
+            self._open[one.group] += 1
+            self._wait(Course(one))
         self.grant()
 
     def at(self, time: float, act: Callable[[], None]) -> None:
@@ -151,6 +162,12 @@ class RolloutSimulation:
         self.router.release(version, list(self.engines), {})
         self.grant()
 
+    def stand_still(self, pause_s: float) -> None:
+        """Engines give their memory up for a while; what runs is prefilled again after it."""
+        for engine_id in list(self.engines):
+            self._advanced(engine_id).interrupt(pause_s)
+            self._wake(engine_id)
+
     @property
     def under_way(self) -> int:
         return len(self._under_way)
@@ -158,38 +175,55 @@ class RolloutSimulation:
     # --- requests
 
     def grant(self) -> None:
-        """Send what can be sent, oldest first."""
-        while self._held is None:
-            while len(self.policy.order) and len(self._under_way) < self.policy.in_flight:
-                self._begin(self.policy.order.take())
-            if not self._waiting:
+        """Send what can be sent, as the order says."""
+        order = self.policy.order
+        while self._held is None and (entry := order.take()) is not None:
+            course = entry.item
+            may = course.path or len(self._under_way) < self.policy.in_flight
+            if not may or not self._granted(course, entry):
+                order.put_back(entry)
                 return
-            course = self._waiting[0]
-            query = course.query or self._query(course)
-            engine_id = self.router.route(query)
-            if engine_id is None:
-                return
-            self._waiting.popleft()
-            self._send(course, engine_id, query)
 
-    def _begin(self, one: Conversation) -> None:
-        tokens: tuple[int, ...] = ()
-        for segment in one.opening:
-            tokens += segment_tokens(segment.key, 0, segment.length)
-        course = _Course(one, one.opening, tokens)
-        self._under_way[one.session] = course
-        self.tally.prompt_tokens += len(tokens)
-        self._waiting.append(course)
+    def _granted(self, course: Course, entry: Entry[Course]) -> bool:
+        self._begin(course)
+        query = course.query or self._query(course)
+        engine_id = self.router.route(query)
+        if engine_id is None:
+            return False
+        self.policy.order.sent(entry)
+        self._send(course, engine_id, query)
+        return True
 
-    def _query(self, course: _Course) -> Query:
+    def _wait(self, course: Course) -> None:
+        one, budget = course.conversation, self.policy.budget_tokens
+        progress = Progress(one.group, course.done, max(1, budget - course.done))
+        if course.path and not course.done:
+            self.policy.order.add(course, "", None)  # it was sent before, and failed
+        else:
+            self.policy.order.add(course, one.group, progress)
+
+    def _begin(self, course: Course) -> None:
+        if course.path:
+            return
         one = course.conversation
-        expected = self.policy.expected(one, course.turn)
+        course.path = one.opening
+        for segment in one.opening:
+            course.tokens += segment_tokens(segment.key, 0, segment.length)
+        self._under_way[one.session] = course
+        self.tally.prompt_tokens += len(course.tokens)
+
+    def _query(self, course: Course) -> Query:
+        one = course.conversation
+        left = max(1, self.policy.budget_tokens - course.done)
+        # of all its turns, which are taken to be alike
+        expected = self.policy.lengths.expected(one.group, course.done, left)
+        expected = max(1, expected // (len(one.turns) - course.turn))
         if self.policy.chunk_tokens is not None:
             expected = min(expected, self.policy.chunk_tokens)
         course.query = Query(one.session, one.group, course.tokens, expected, course.failed_on)
         return course.query
 
-    def _send(self, course: _Course, engine_id: str, query: Query) -> None:
+    def _send(self, course: Course, engine_id: str, query: Query) -> None:
         one = course.conversation
         course.slot = self.router.reserve(engine_id, query)
         left = one.turns[course.turn].answer - course.answered
@@ -211,7 +245,7 @@ class RolloutSimulation:
         self._progress(course, job.answer_tokens)
         key = one.answer_key(course.turn)
         if course.answered < one.turns[course.turn].answer:
-            self._waiting.appendleft(course)
+            self._wait(course)
             return
         course.path = (*course.path, Segment(key, course.answered))
         course.turn, course.answered = course.turn + 1, 0
@@ -219,35 +253,39 @@ class RolloutSimulation:
             del self._under_way[one.session]
             del self._last[one.session]
             self.tally.finished_at[one.session] = self.now
-            self.policy.order.finished(one)
+            self.policy.lengths.observe(one.group, course.done)
+            self._open[one.group] -= 1
+            if not self._open[one.group]:
+                self.policy.order.forget(one.group)
             self.finished(one)
             return
         self.at(self.now + self.policy.tool_s, lambda: self._next_turn(course))
 
-    def _progress(self, course: _Course, generated: int) -> None:
+    def _progress(self, course: Course, generated: int) -> None:
         """A request has ended with so many tokens."""
         self._end_slot(course, generated)
         self.tally.generated_tokens += generated
         key, before = course.conversation.answer_key(course.turn), course.answered
         course.answered += generated
+        course.done += generated
         course.tokens += segment_tokens(key, before, course.answered)
         course.failed_on = frozenset()
 
-    def _next_turn(self, course: _Course) -> None:
+    def _next_turn(self, course: Course) -> None:
         observation = course.conversation.turns[course.turn].observation
         if observation is not None:
             course.path = (*course.path, observation)
             course.tokens += segment_tokens(observation.key, 0, observation.length)
         self.tally.prompt_tokens += len(course.tokens)
-        self._waiting.appendleft(course)
+        self._wait(course)
         self.grant()
 
-    def _failed(self, course: _Course, engine_id: str) -> None:
+    def _failed(self, course: Course, engine_id: str) -> None:
         self._end_slot(course, 0)
         course.failed_on |= {engine_id}
-        self._waiting.appendleft(course)
+        self._wait(course)
 
-    def _end_slot(self, course: _Course, generated: int) -> None:
+    def _end_slot(self, course: Course, generated: int) -> None:
         if course.slot is None or course.job is None:
             raise RuntimeError(f"{course.conversation.session} has no request under way")
         self.tally.prefilled_tokens += course.job.prefilled
@@ -278,7 +316,7 @@ class RolloutSimulation:
         self._note(engine)
         self._if_idle()
         self.grant()
-        tail = self.policy.tail_moves and not self._waiting and not len(self.policy.order)
+        tail = self.policy.tail_moves and not len(self.policy.order)
         if tail and isinstance(self.router, KvRouter):
             for move in self.router.tail_moves():
                 self._move(move)

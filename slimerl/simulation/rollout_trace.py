@@ -38,8 +38,8 @@ class Conversation:
     group: str
     opening: Path
     turns: tuple[Turn, ...]
-    predicted: float = 0.0
-    """Answer tokens that history foretells: the mean of its prompt's answers of an epoch before."""
+    before: tuple[int, ...] = ()
+    """Answer tokens of its prompt's conversations an epoch before: the history that foretells this one."""
 
     @property
     def answer_tokens(self) -> int:
@@ -164,9 +164,9 @@ def _draw_group(shape: Shape, name: str, siblings: int, rng: random.Random) -> l
     if shape.system:
         opening = (Segment(f"{shape.name}/system", shape.system), *opening)
     turns = [_draw_turns(shape, f"{name}.{sibling}", of_group, rng) for sibling in range(siblings)]
-    before = [_draw_turns(shape, "", of_group, rng) for _ in range(shape.siblings)]
-    predicted = sum(turn.answer for one in before for turn in one) / len(before)
-    return [Conversation(f"{name}.{n}", name, opening, one, predicted) for n, one in enumerate(turns)]
+    earlier = [_draw_turns(shape, "", of_group, rng) for _ in range(shape.siblings)]
+    before = tuple(sum(turn.answer for turn in one) for one in earlier)
+    return [Conversation(f"{name}.{n}", name, opening, one, before) for n, one in enumerate(turns)]
 
 
 def _draw_turns(shape: Shape, session: str, of_group: float, rng: random.Random) -> tuple[Turn, ...]:

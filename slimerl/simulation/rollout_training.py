@@ -30,6 +30,15 @@ class Pause(StrEnum):
 
 
 @dataclass(frozen=True)
+class Failures:
+    """An engine dies every so often, one after the other, and is back, empty, after `down_s`; it serves from the next
+    update on."""
+
+    every_s: float
+    down_s: float
+
+
+@dataclass(frozen=True)
 class Regime:
     """`steps` are trained; groups are admitted as if it went on after them, so that the last step is like any other."""
 
@@ -39,6 +48,11 @@ class Regime:
     train_s: float
     update_s: float = 2.0
     pause: Pause = Pause.RETRACT
+    oversample: float | None = None
+    """As `rollout.oversample`."""
+    colocated: bool = False
+    """Engines share the trainer's GPUs, and stand still while it trains."""
+    failures: Failures | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +81,13 @@ class TrainingSimulation:
 
     def __post_init__(self) -> None:
         beyond = self.regime.steps + self.regime.max_staleness + 1
-        self._gate = StalenessGate(self.regime.groups_per_step, self.regime.max_staleness, beyond, version=0)
+        regime = self.regime
+        self._gate = StalenessGate(
+            regime.groups_per_step, regime.max_staleness, beyond, version=0, oversample=regime.oversample
+        )
         self.rollout.finished = self._finished
+        if regime.failures is not None:
+            self._fail_later(regime.failures, 0)
 
     def run(self) -> list[Step]:
         """Train the steps. Raises RuntimeError where nothing happens any more before they are."""
@@ -78,17 +97,30 @@ class TrainingSimulation:
             raise RuntimeError(f"stuck after {len(self.steps)} steps with {self.rollout.under_way} under way")
         return self.steps
 
+    def _fail_later(self, failures: Failures, number: int) -> None:
+        names = sorted(self.rollout.engines)
+
+        def fail() -> None:
+            name = names[number % len(names)]
+            if name in self.rollout.engines and len(self.rollout.engines) > 1:
+                self.rollout.kill(name)
+                self.rollout.at(self.rollout.now + failures.down_s, lambda: self.rollout.add_engine(name))
+            self._fail_later(failures, number + 1)
+
+        self.rollout.at(self.rollout.now + failures.every_s, fail)
+
     def _admit(self) -> None:
-        admitted: list[Conversation] = []
+        admitted: list[tuple[Group, int]] = []
         while self._gate.may_admit():
             group = next(self.groups)
             name = group[0].group
+            admitted.append((group, self._gate.next_batch))
             self._gate.admit()
             self.by_group[name] = group
             self._views[name] = GroupView(name, self._gate.version, ready=False)
             self._left[name] = len(group)
-            admitted.extend(group)
-        self.rollout.feed(admitted)
+        for group, batch in admitted:
+            self.rollout.feed(group, batch)
 
     def _finished(self, one: Conversation) -> None:
         self._left[one.group] -= 1
@@ -107,6 +139,8 @@ class TrainingSimulation:
         if chosen is None:
             return
         self._training = True
+        if regime.colocated:
+            self.rollout.stand_still(regime.train_s)
         staleness = step - min(self._views.pop(name).version for name in chosen)
         self.rollout.at(self.rollout.now + regime.train_s, lambda: self._trained(tuple(chosen), staleness))
 

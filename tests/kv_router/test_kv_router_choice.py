@@ -97,7 +97,7 @@ def test_a_system_prompt_that_all_share_draws_nobody_to_one_engine() -> None:
     assert max(loads.values()) <= 9
 
 
-def test_new_weights_void_what_is_cached() -> None:
+def test_m1_new_weights_void_what_the_router_takes_for_cached() -> None:
     router = serving(4)
     slot = send(router, "s", tokens=prompt(1, 1024))
     router.end(slot, generated=50)

@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 from itertools import groupby
+from statistics import mean
 
 import pytest
 
 from slimerl.rollout.kv_router import KvRouter
+from slimerl.rollout.lengths import ResponseLengths
+from slimerl.rollout.order import LengthOrder, Progress
 from slimerl.rollout.router import LeastLoaded
 from slimerl.simulation.rollout_bounds import answer_tokens, bound
 from slimerl.simulation.rollout_compare import (
@@ -14,16 +17,17 @@ from slimerl.simulation.rollout_compare import (
     Plan,
     kv_aware,
     least_loaded,
+    longest_first,
     makespan,
     throughput,
     whole_groups,
 )
 from slimerl.simulation.rollout_drawing import busy_share, occupancy_svg, occupancy_text
 from slimerl.simulation.rollout_engine import EngineRates
-from slimerl.simulation.rollout_order import FirstCome, LongestFirst, Order, ProbesFirst
+from slimerl.simulation.rollout_order import FirstCome
 from slimerl.simulation.rollout_run import Policy, RolloutSimulation
 from slimerl.simulation.rollout_trace import Lengths, Shape, draw_trace
-from slimerl.simulation.rollout_training import Regime, TrainingSimulation
+from slimerl.simulation.rollout_training import Failures, Regime, TrainingSimulation
 
 RATES = EngineRates(slots=8, kv_tokens=40_000)
 SMALL = Shape("small", groups=12, siblings=4, turns=3, prompt=Lengths(400, 0.3), answer=Lengths(100, 0.8, 2000))
@@ -126,26 +130,27 @@ def test_a_hold_waits_for_what_is_under_way_and_sends_nothing_more() -> None:
     assert_all_done(trace, simulation)
 
 
-@pytest.mark.parametrize("order", [FirstCome, LongestFirst, ProbesFirst])
-def test_an_order_hands_out_everything_once(order: type[Order]) -> None:
-    trace = draw_trace(SMALL, 0)
-    waiting = order()
-    waiting.add(trace.conversations)
-    taken = [waiting.take() for _ in range(len(waiting))]
-    assert sorted(one.session for one in taken) == sorted(one.session for one in trace.conversations)
-    assert len(waiting) == 0
+def test_first_come_is_first_served_but_for_what_goes_on() -> None:
+    order: FirstCome[str] = FirstCome()
+    order.add("a", "g", Progress("g", 0, 10))
+    order.add("b", "g", Progress("g", 0, 10))
+    order.add("b goes on", "g", Progress("g", 5, 5))
+    taken = []
+    while (entry := order.take()) is not None:
+        taken.append(entry.item)
+    assert taken == ["b goes on", "a", "b"]
+    assert len(order) == 0
 
 
-def test_siblings_of_the_longest_probe_come_first() -> None:
+def test_the_real_order_probes_every_group_of_the_trace_first() -> None:
     trace = draw_trace(SMALL, 0)
-    order = ProbesFirst()
-    order.add(trace.conversations)
-    probes = [order.take() for _ in range(SMALL.groups)]
-    assert len({probe.group for probe in probes}) == SMALL.groups
-    for probe in probes:
-        order.finished(probe)
-    longest = max(probes, key=lambda probe: probe.answer_tokens)
-    assert order.take().group == longest.group
+    lengths = ResponseLengths()
+    policy = Policy(SMALL.groups, LengthOrder(lengths), lengths=lengths)
+    simulation = RolloutSimulation(3, RATES, KvRouter(1000), policy)
+    simulation.feed(trace.conversations)
+    assert len({session.partition(".")[0] for session in simulation._under_way}) == SMALL.groups
+    simulation.run()
+    assert_all_done(trace, simulation)
 
 
 def test_the_oracle_needs_each_text_once() -> None:
@@ -173,6 +178,36 @@ def test_steps_take_whole_groups_that_are_not_too_stale(max_staleness: int) -> N
         for name in step.groups:
             for one in simulation.by_group[name]:
                 assert simulation.rollout.tally.finished_at[one.session] < step.released_at
+
+
+@pytest.mark.parametrize("oversample", [1.5, 2.0])
+def test_over_sampling_fills_engines_that_share_the_trainers_gpus(oversample: float) -> None:
+    """The engines stand still while it trains, so that nothing but the batch's own tail is there to be filled."""
+    regime = Regime(4, 0, 6, train_s=1.0, update_s=0.5, colocated=True)
+    shape = replace(SMALL, turns=1, answer=Lengths(300, 1.2, 6000))
+    over = Plan("x", kv_aware, longest_first, chunk_tokens=256, max_staleness=1, oversample=oversample)
+    speeds = {}
+    for plan in (Plan("x", kv_aware, longest_first), over):
+        runs = [throughput(plan, shape, seed, RATES, 2, regime) for seed in range(4)]
+        assert all(run.over_bound >= 1.0 for run in runs)
+        assert max(step.staleness for run in runs for step in run.steps) == plan.max_staleness
+        speeds[plan] = mean(run.tokens_per_s for run in runs)
+    assert speeds[over] > 1.2 * min(speeds.values())
+
+
+def test_engines_that_die_again_and_again_cost_time_and_no_sample() -> None:
+    """Injected: an engine dies every two seconds, and is back a second later."""
+    plan = Plan("x", kv_aware, longest_first, chunk_tokens=64, max_staleness=1)
+    calm = Regime(4, 0, 6, train_s=1.0)
+    quiet, stormy = (
+        throughput(plan, SMALL, 0, RATES, 3, regime) for regime in (calm, replace(calm, failures=Failures(2.0, 1.0)))
+    )
+    assert stormy.tokens_per_s < quiet.tokens_per_s
+    for run in (quiet, stormy):
+        taken = [name for step in run.steps for name in step.groups]
+        assert len(taken) == len(set(taken)) == 24
+    deaths = [changes for changes in stormy.tally.occupancy.values() if len({time for time, *_ in changes}) > 1]
+    assert len(deaths) == 3, "every engine worked before and after"
 
 
 def test_staleness_overlaps_training_with_generation() -> None:

@@ -17,13 +17,28 @@ def run(tool: str, *arguments: str) -> str:
 
 def test_the_simulation_compares_makespans_and_draws_the_engines(tmp_path: Path) -> None:
     picture = tmp_path / "occupancy.svg"
-    out = run("simulate_rollout.py", "makespan", "--seeds", "1", "--only", "probes", "--picture", str(picture))
+    out = run(
+        "simulate_rollout.py", "makespan", "--seeds", "1", "--jobs", "1", "--only", "probes", "--picture", str(picture)
+    )
     assert re.search(r"KV-aware, probes first +1\.\d{3} ± 0\.000", out)
     assert picture.read_text().startswith("<svg")
 
 
 def test_the_simulation_compares_training(tmp_path: Path) -> None:
-    out = run("simulate_rollout.py", "training", "--seeds", "1", "--steps", "4", "--groups", "16", "--only", "partial")
+    out = run(
+        "simulate_rollout.py",
+        "training",
+        "--seeds",
+        "1",
+        "--steps",
+        "4",
+        "--groups",
+        "16",
+        "--jobs",
+        "1",
+        "--only",
+        "partial",
+    )
     assert re.search(r"synchronous, round robin +\d+ +1\.000", out)
     assert re.search(r"throughput bound +\d+", out)
 

@@ -49,7 +49,10 @@ class FakeEngine:
         """While cleared, requests wait before they are answered."""
         self.open.set()
         self.stopped_at: int | None = None
-        """Requests with so many input tokens wait, too."""
+        """Requests with so many input tokens wait, too ..."""
+        self.stops: Callable[[list[int]], bool] = lambda tokens: False
+        """... and those with such input tokens, until `let_go`."""
+        self._let_go = asyncio.Event()
         self.waiting: list[dict[str, Any]] = []
         self._cut = asyncio.Event()
         """Requests that wait end with half of their tokens."""
@@ -145,17 +148,23 @@ class FakeEngine:
 
     async def _waited(self, body: dict[str, Any]) -> str:
         """Returns "cut" where a pause ended it."""
-        if self.open.is_set() and len(body["input_ids"]) != self.stopped_at:
+        tokens = body["input_ids"]
+        if self.open.is_set() and len(tokens) != self.stopped_at and not self.stops(tokens):
             return ""
         self.waiting.append(body)
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._cut, self.open)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._cut, self._let_go, self.open)]
         try:
-            await asyncio.wait(waits[:1] if self.open.is_set() else waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits[:2] if self.open.is_set() else waits, return_when=asyncio.FIRST_COMPLETED)
             return "cut" if self._cut.is_set() else ""
         finally:
             self.waiting.remove(body)
             for wait in waits:
                 wait.cancel()
+
+    def let_go(self) -> None:
+        """Whatever waits by `stopped_at` or `stops` goes on, and nothing will wait by these any more."""
+        self.stopped_at, self.stops = None, lambda tokens: False
+        self._let_go.set()
 
     def _run(self, change: int) -> None:
         self.running += change

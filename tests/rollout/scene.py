@@ -98,6 +98,7 @@ async def rollout(
     on_update: str = "retract",
     agent: AgentLoop | None = None,
     speculation: Speculation | None = None,
+    oversample: float | None = None,
 ) -> AsyncIterator[Scene]:
     """Running, with its engines joined but nothing released yet."""
     async with AsyncExitStack() as stack:
@@ -113,7 +114,7 @@ async def rollout(
         scheduler = Scheduler(
             SchedulerSettings(groups, size, SEED, params, on_reward_failure, chunk_tokens, dynamic_sampling_rounds),
             PromptStream([Prompt(f"p{number}", (10, number), str(number)) for number in range(16)], SEED),
-            StalenessGate(groups, staleness, steps),
+            StalenessGate(groups, staleness, steps, oversample=oversample),
             SampleStore(smallest_group=min(2, size)),
             dispatcher,
             judge,

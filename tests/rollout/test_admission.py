@@ -1,5 +1,7 @@
 """The staleness rule: gate and choice of batches together bound the age of what is trained."""
 
+import math
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -78,11 +80,12 @@ def test_a_slow_group_may_be_overtaken_while_there_is_time_and_not_after():
 @given(
     staleness=st.integers(0, 3),
     groups_per_step=st.integers(1, 3),
+    oversample=st.one_of(st.none(), st.floats(1, 4)),
     choices=st.lists(st.integers(0, 5), min_size=10, max_size=200),
 )
-def test_a1_no_group_is_trained_too_stale_and_the_run_never_stalls(staleness, groups_per_step, choices):
+def test_a1_no_group_is_trained_too_stale_and_the_run_never_stalls(staleness, groups_per_step, oversample, choices):
     """Groups finish and are lost in any order; batches are taken as early as the rule allows."""
-    one = StalenessGate(groups_per_step, staleness, steps=10_000, version=0)
+    one = StalenessGate(groups_per_step, staleness, steps=10_000, version=0, oversample=oversample)
     groups: list[GroupView] = []
     steps = made = 0
     for choice in choices:
@@ -90,6 +93,7 @@ def test_a1_no_group_is_trained_too_stale_and_the_run_never_stalls(staleness, gr
             one.admit()
             groups.append(GroupView(f"g{made}", one.version, False))
             made += 1
+        assert len(groups) <= math.ceil((oversample or staleness + 1) * groups_per_step)
         unready = [place for place, group in enumerate(groups) if not group.ready]
         if unready and choice < 4:
             place = unready[(choice * 7) % len(unready)]

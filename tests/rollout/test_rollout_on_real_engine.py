@@ -99,6 +99,22 @@ def cached_fraction(engine: RunningEngine, **options: Any) -> float:
     return found[0]
 
 
+def test_m1_kv_of_older_weights_is_found_by_nobody_though_no_cache_was_flushed(engines: Engines):
+    """Fault: no flush between the versions. The key is the one that the dispatcher sends with each request."""
+    prompt = tuple(range(5, 133))
+
+    async def cached(client: Any, version: int) -> int:
+        key = {"extra_key": f"version {version}"}
+        return (await client.generate(prompt, SamplingParams(2), extra=key)).cached_tokens
+
+    async def ask(client: Any) -> list[int]:
+        return [await cached(client, version) for version in (70, 70, 71, 71)]
+
+    first, again, newer, newer_again = engines("qwen3").ask(ask)
+    assert (first, newer) == (0, 0)
+    assert again == newer_again > 100
+
+
 LONG = {"groups": 2, "size": 4, "max_new_tokens": 120}
 
 

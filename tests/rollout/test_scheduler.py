@@ -97,12 +97,13 @@ def test_a1_staleness_1_runs_one_batch_ahead_and_no_further():
     play(scene, staleness=1)
 
 
-def test_groups_are_admitted_only_as_engines_have_room():
+def test_groups_beyond_the_engines_room_wait_here():
     async def scene(made: Scene) -> None:
         made.engines[0].open.clear()
         await made.serve(0)
         await made.engines[0].running_requests(3)
-        assert made.store.counts().admitted == 3
+        await made.until(lambda: made.store.counts().admitted == 24)
+        assert len(made.scheduler.dispatcher.order) == 21
         made.engines[0].open.set()
         await made.batch(0)
         assert made.engines[0].most_running == 3

@@ -228,6 +228,15 @@ def test_m3_a_nucleus_below_one_is_refused_since_the_ratio_would_be_biased(minim
     assert "biased" in refusal(minimal, "rollout.top_p=0.9")
 
 
+def test_over_sampling_that_no_staleness_allows_is_refused_with_what_to_set(minimal):
+    assert "set max_staleness to 1" in refusal(minimal, "rollout.oversample=1.5")
+    assert "raise it to 2" in refusal(minimal, "rollout.oversample=2.5", "rollout.max_staleness=1")
+    drained = ["rollout.oversample=1.5", "rollout.max_staleness=1", "rollout.on_update=drain"]
+    assert "choose retract" in refusal(minimal, *drained)
+    assert load_spec(minimal, [*drained, "rollout.chunk_tokens=16"]).rollout.oversample == 1.5
+    assert load_spec(minimal, ["rollout.oversample=1"]).rollout.max_staleness == 0
+
+
 def test_groups_of_one_are_refused_for_grpo(minimal):
     assert "samples_per_prompt must be at least 2" in refusal(minimal, "rollout.samples_per_prompt=1")
 
