@@ -259,9 +259,9 @@ def test_a5_sigterm_ends_the_role_at_once_and_refuses_whoever_waits(files, start
     role = start(files.write())
 
     async def scene(client: RolloutClient, engines: list[FakeEngine]) -> None:
-        await sync(client, engines, 0)
         for engine in engines:
             engine.open.clear()
+        await sync(client, engines, 0)
         waiting = asyncio.ensure_future(asyncio.to_thread(client.next_batch, 1, 1000.0))
         await engines[0].running_requests(GROUPS * SIZE // 2)
         workers = role.workers()
