@@ -54,7 +54,7 @@ def start_role(model: Path, tmp_path: Path) -> Iterator:
 
     def start(**engine: object) -> Role:
         run_dir = tmp_path / "run"
-        spec = engine_spec(model, run_dir, **engine)
+        spec = engine_spec(model, run_dir, replicas=4, **engine)
         run_dir.mkdir()
         (run_dir / "spec.yaml").write_text(dump_spec(spec))
         log = tmp_path / "role.log"
