@@ -18,6 +18,7 @@ from typing import Literal
 from slimerl.engine.protocol import SamplingParams
 from slimerl.rewards.outcome import UNPARSABLE_REWARD, Failed, Outcome, Scored, Unparsable
 from slimerl.rollout.admission import StalenessGate, choose_batch
+from slimerl.rollout.agents.forks import without_forks
 from slimerl.rollout.agents.loop import AgentFailed, AgentLoop, SingleTurn
 from slimerl.rollout.agents.policy import Policy
 from slimerl.rollout.agents.watch import BookedSample
@@ -87,6 +88,8 @@ class Scheduler:
     _records: dict[str, GroupRecord] = field(default_factory=dict)
     _manifests: dict[str, BatchManifest] = field(default_factory=dict)
     _dropped_before: Counter[str] = field(default_factory=Counter)
+    _forks: dict[str, Sample] = field(default_factory=dict)
+    """Of before a restart, until their loops ask for them."""
     _lost_in_a_row: int = 0
     _parts: Parts = field(init=False)
     _informative: InformativeGroups = field(init=False)
@@ -183,13 +186,15 @@ class Scheduler:
             StoreError: groups were admitted here already.
             DataError: a group is of a prompt that does not exist.
         """
-        drawn = [self.prompts.again(group.group_id) if group.missing else None for group in state.groups]
+        groups, forks = zip(*map(without_forks, state.groups), strict=True) if state.groups else ((), ())
+        drawn = [self.prompts.again(group.group_id) if group.missing else None for group in groups]
         self.store.restore(state.trained, state.dropped, [_batch_id(step + 1) for step in range(state.steps)])
         self.prompts.cursor = state.cursor
         self.batches_taken = state.steps
         self._dropped_before = Counter(state.dropped_told)
         self.gate.resume(state.steps)
-        for group, again in zip(state.groups, drawn, strict=True):
+        self._forks = {name: fork for of_group in forks for name, fork in of_group.items()}
+        for group, again in zip(groups, drawn, strict=True):
             self.gate.admit()
             begun = {each.payload.sample_id: Sample.restored(each, group.group_id) for each in group.begun}
             missing = (
@@ -204,7 +209,7 @@ class Scheduler:
                 self._begin(missing, again.prompt.answer)
         logger.info(
             "going on after step %d: %d prompts drawn, %d groups live, %d samples of them to be finished",
-            *(state.steps, state.cursor, len(drawn), sum(len(group.missing) for group in state.groups)),
+            *(state.steps, state.cursor, len(drawn), sum(len(group.missing) for group in groups)),
         )
 
     # --- groups
@@ -231,6 +236,9 @@ class Scheduler:
         if task.cancelled():
             reason, detail = "cancelled", "its task was cancelled"
         elif (error := task.exception()) is None:
+            for fork in map(self.store.sample, self.store.forks(sample.sample_id)):
+                fork.reward, fork.correct = sample.reward, sample.correct
+                self.store.rewarded(fork.sample_id)
             self._settle(sample.group_id, self.store.rewarded(sample.sample_id))
             return
         elif isinstance(error, SampleLost):
@@ -239,6 +247,8 @@ class Scheduler:
             logger.error("sample %s: an unexpected error", sample.sample_id, exc_info=error)
             reason, detail = "internal_error", repr(error)
         logger.warning("sample %s is dropped (%s): %s", sample.sample_id, reason, detail)
+        for fork_id in self.store.forks(sample.sample_id):
+            self.store.drop(fork_id, reason)
         self._settle(sample.group_id, self.store.drop(sample.sample_id, reason))
 
     def _settle(self, group_id: str, state: GroupState) -> None:
@@ -300,7 +310,7 @@ class Scheduler:
 
     async def _generate(self, sample: Sample, record: GroupRecord, prompt: Prompt) -> Outcome | None:
         """By the agent loop; what it makes of the response, where it judges by itself. Raises SampleLost."""
-        policy = Policy(sample, self._parts, self.dispatcher, BookedSample(sample, self.store, record))
+        policy = Policy(sample, self._parts, self.dispatcher, BookedSample(sample, self.store, record, self._forks))
         try:
             outcome = await self.agent(policy, sample, prompt)
         except GenerationFailed as failure:
@@ -308,7 +318,8 @@ class Scheduler:
         except AgentFailed as failure:
             raise SampleLost(f"agent_{failure.reason}", str(failure)) from failure
         policy.close()
-        self.store.generated(sample.sample_id)
+        for sample_id in (*self.store.forks(sample.sample_id), sample.sample_id):
+            self.store.generated(sample_id)
         return outcome
 
     def _reward(self, sample: Sample, outcome: Outcome, record: GroupRecord) -> None:

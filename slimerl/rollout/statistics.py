@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from slimerl.rollout.agents.policy import LENGTH, OVERFLOW
 from slimerl.samples.messages import SampleMeta
 from slimerl.telemetry import trace
 
-TRUNCATED = frozenset({"length", "observation_length"})
+TRUNCATED = frozenset({LENGTH, OVERFLOW})
 """Finish reasons of samples that had no token left."""
 
 

@@ -103,6 +103,8 @@ class SampleMeta(msgspec.Struct, frozen=True):
     reward: float
     correct: bool | None
     finish_reason: str
+    prompt_hash: int | None = None
+    """Equal for equal prompts. Those of a group are, but for samples that an agent loop gave a prompt of their own."""
 
 
 class BatchManifest(msgspec.Struct, frozen=True):

@@ -24,6 +24,18 @@ class SampleState(StrEnum):
     DROPPED = "dropped"
 
 
+NEXT_STATES: dict[SampleState, frozenset[SampleState]] = {
+    SampleState.QUEUED: frozenset({SampleState.RUNNING, SampleState.DROPPED}),
+    SampleState.RUNNING: frozenset({SampleState.INTERRUPTED, SampleState.GENERATED, SampleState.DROPPED}),
+    SampleState.INTERRUPTED: frozenset({SampleState.RUNNING, SampleState.DROPPED}),
+    SampleState.GENERATED: frozenset({SampleState.REWARDED, SampleState.DROPPED}),
+    SampleState.REWARDED: frozenset({SampleState.READY, SampleState.DROPPED}),
+    SampleState.READY: frozenset({SampleState.TRAINED, SampleState.DROPPED}),
+}
+SETTLED_STATES = frozenset({SampleState.REWARDED, SampleState.READY})
+"""Of a sample that is to be trained, but for the rest of its group."""
+FORK = "~"
+"""In the id of a sample between that of the one it was forked from and its own name."""
 OBSERVED_VERSION = -1
 """Version of a token that no policy sampled (tool output, environment observation)."""
 
@@ -92,6 +104,7 @@ class Sample:
             reward=self.reward,
             correct=self.correct,
             finish_reason=self.finish_reason or "",
+            prompt_hash=hash(self.prompt_tokens),
         )
 
     def payload(self) -> SamplePayload:

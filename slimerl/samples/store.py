@@ -26,20 +26,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slimerl.samples.messages import SampleMeta, SamplePayload, SavedGroup
-from slimerl.samples.sample import Sample, SampleState
+from slimerl.samples.sample import FORK, NEXT_STATES, SETTLED_STATES, Sample, SampleState
 
 GROUP_TOO_SMALL = "group_too_small"
 """Reason of the samples that are dropped because too few of their group are left."""
-
-_NEXT: dict[SampleState, frozenset[SampleState]] = {
-    SampleState.QUEUED: frozenset({SampleState.RUNNING, SampleState.DROPPED}),
-    SampleState.RUNNING: frozenset({SampleState.INTERRUPTED, SampleState.GENERATED, SampleState.DROPPED}),
-    SampleState.INTERRUPTED: frozenset({SampleState.RUNNING, SampleState.DROPPED}),
-    SampleState.GENERATED: frozenset({SampleState.REWARDED, SampleState.DROPPED}),
-    SampleState.REWARDED: frozenset({SampleState.READY, SampleState.DROPPED}),
-    SampleState.READY: frozenset({SampleState.TRAINED, SampleState.DROPPED}),
-}
-_SETTLED = frozenset({SampleState.REWARDED, SampleState.READY})
 
 
 class StoreError(RuntimeError):
@@ -130,14 +120,18 @@ class SampleStore:
                 raise StoreError(f"sample {sample.sample_id} belongs to group {sample.group_id}, not to {group_id}")
             if sample.sample_id in self._states or ids.count(sample.sample_id) > 1:
                 raise StoreError(f"sample {sample.sample_id} is live already; ids must be unique")
-        group = _Group(group_id, version, {sample.sample_id: sample for sample in samples})
-        self._groups[group_id] = group
-        for sample_id in ids:
-            self._group_of[sample_id] = group
-            self._states[sample_id] = SampleState.QUEUED
-        self._by_state[SampleState.QUEUED] += len(ids)
-        self._admitted += len(ids)
-        self.check()
+        self._enter(self._groups.setdefault(group_id, _Group(group_id, version, {})), samples)
+
+    def join(self, sample: Sample) -> None:
+        """One more sample of a group that is open, QUEUED. Raises StoreError: it is not, or the id is live already."""
+        group = self._groups.get(sample.group_id)
+        if group is None or group.state is not GroupState.OPEN or sample.sample_id in self._states:
+            raise StoreError(f"sample {sample.sample_id} cannot join: it is live, or {sample.group_id} is not open")
+        self._enter(group, [sample])
+
+    def forks(self, sample_id: str) -> list[str]:
+        """Of a live sample: ids of those that it has forked (`Policy.fork`), and these have."""
+        return [one for one in self._live(sample_id).samples if one.startswith(sample_id + FORK)]
 
     def start(self, sample_id: str) -> None:
         """QUEUED or INTERRUPTED → RUNNING."""
@@ -270,11 +264,11 @@ class SampleStore:
                 group.group_id,
                 group.version,
                 list(group.samples),
-                [one.saved() for sample_id, one in group.samples.items() if self._states[sample_id] in _SETTLED],
+                [one.saved() for sample_id, one in group.samples.items() if self._states[sample_id] in SETTLED_STATES],
                 [
                     one.saved()
                     for sample_id, one in group.samples.items()
-                    if self._states[sample_id] not in _SETTLED and one.response_tokens
+                    if self._states[sample_id] not in SETTLED_STATES and one.response_tokens
                 ],
             )
             for group in self._groups.values()
@@ -356,19 +350,27 @@ class SampleStore:
         small = len(group.samples) < self.smallest_group
         if small:
             for sample_id in list(group.samples):
-                if self._states[sample_id] in _SETTLED:
+                if self._states[sample_id] in SETTLED_STATES:
                     self._end(sample_id, SampleState.DROPPED)
                     self._dropped[GROUP_TOO_SMALL] += 1
                     del group.samples[sample_id]
             if not group.samples:
                 group.state = GroupState.DROPPED
                 del self._groups[group.group_id]
-        elif group.state is GroupState.OPEN and all(self._states[one] in _SETTLED for one in group.samples):
+        elif group.state is GroupState.OPEN and all(self._states[one] in SETTLED_STATES for one in group.samples):
             for sample_id in group.samples:
                 self._move(sample_id, SampleState.READY)
             group.state = GroupState.READY
         self.check()
         return group.state
+
+    def _enter(self, group: _Group, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            group.samples[sample.sample_id] = sample
+            self._group_of[sample.sample_id], self._states[sample.sample_id] = group, SampleState.QUEUED
+            self._by_state[SampleState.QUEUED] += 1
+            self._admitted += 1
+        self.check()
 
     def _leased(self, batch_id: str) -> Batch:
         if batch_id not in self._batches:
@@ -384,7 +386,7 @@ class SampleStore:
     def _move(self, sample_id: str, to: SampleState) -> None:
         self._live(sample_id)
         state = self._states[sample_id]
-        if to not in _NEXT[state]:
+        if to not in NEXT_STATES[state]:
             raise StoreError(f"sample {sample_id} is {state} and cannot become {to}")
         self._states[sample_id] = to
         self._by_state[state] -= 1

@@ -116,7 +116,7 @@ class FunctionAgent(AnyAgent):
 
     kind: Literal["function"]
     function: ImportPath
-    """`package.module:function`, async (policy, sample, prompt); see `slimerl/rollout/agents/loop.py`."""
+    """`package.module:function`, async (policy, sample, prompt, texts); see `slimerl/rollout/agents/loop.py`."""
 
 
 class ExternalAgent(AnyAgent):

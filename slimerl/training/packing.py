@@ -22,13 +22,15 @@ from slimerl.algorithms import BatchTotals
 
 @dataclass(frozen=True)
 class SampleShape:
-    """Tokens of one sample. Samples of one `group` have the same prompt."""
+    """Tokens of one sample. Samples of one `group` are answers to one task."""
 
     prompt: int
     response: int
     group: Hashable
     sampled: int = 0
     """Tokens of the response that the policy sampled."""
+    prefix: Hashable = None
+    """Samples of a group that agree in it have the same prompt."""
 
     @property
     def tokens(self) -> int:
@@ -123,7 +125,8 @@ def _ways_to_cut(shapes: Sequence[SampleShape], samples: range, rules: PackingRu
     """Whole groups, halves, quarters … down to single samples, but nothing that exceeds the budget."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for sample in samples:
-        groups[shapes[sample].group if rules.shared_prefix else sample].append(sample)
+        shape = shapes[sample]
+        groups[(shape.group, shape.prefix) if rules.shared_prefix else sample].append(sample)
     largest = max(map(len, groups.values()))
     parts = 1
     while True:

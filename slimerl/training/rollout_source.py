@@ -49,7 +49,10 @@ class RolloutSource:
                 )
             plan = self._batching.plan(
                 [
-                    SampleShape(meta.prompt_length, meta.response_length, meta.group_id, meta.sampled_length)
+                    SampleShape(
+                        *(meta.prompt_length, meta.response_length, meta.group_id, meta.sampled_length),
+                        prefix=meta.prompt_hash,
+                    )
                     for meta in metas
                 ],
                 self._spec.training.minibatches_per_step,

@@ -124,3 +124,14 @@ def test_long_sequences_weigh_more_where_attention_costs():
     ]
     assert busiest[0] == [0]
     assert busiest[1] == [0]
+
+
+@given(st.lists(st.integers(1, 80), min_size=2, max_size=12), st.integers(100, 300))
+def test_samples_of_a_group_with_prompts_of_their_own_share_none(prompts, budget):
+    """Sub-agents of one group: each prompt counts, though the group is one."""
+    shapes = [SampleShape(prompts[i // 2], 10, "g", 10, prefix=i // 2) for i in range(len(prompts))]
+    plan = plan_step(shapes, PackingRules(ranks=1, micro_batch_tokens=budget, shared_prefix=True), 1)
+    assert plan.minibatches[0].totals.groups == 1
+    for samples in micro_batches(plan):
+        computed = {shapes[i].prefix: shapes[i].prompt for i in samples}
+        assert sum(computed.values()) + sum(shapes[i].response for i in samples) <= budget

@@ -15,7 +15,7 @@ from typing import Protocol
 from slimerl.rollout.agents.turns import turns_of
 from slimerl.rollout.dispatch import Completion, GenerateRequest
 from slimerl.rollout.parts import Parts
-from slimerl.samples.sample import Sample
+from slimerl.samples.sample import FORK, Sample
 
 LENGTH, STOP = "length", "stop"
 """Of the model, what ended a turn."""
@@ -44,6 +44,10 @@ class Watcher:
     def answered(self, request: GenerateRequest, completion: Completion) -> None:
         pass
 
+    def forked(self, fork: Sample) -> "tuple[Sample, Watcher]":
+        """The sample that stands for the fork, which may have tokens already, and who is told of it."""
+        return fork, Watcher()
+
     def counted(self, name: str) -> None:
         """Something happened that is worth a figure."""
 
@@ -68,6 +72,7 @@ class Policy:
     _running: bool = field(default=False, init=False)
     _known: tuple[int, ...] = field(default=(), init=False)
     """To engines: what they were last sent, and what they answered."""
+    _forks: "list[Policy]" = field(default_factory=list, init=False)
     _sampled: int = field(init=False)
     """Of the sample's tokens those that came through here, or were there before."""
 
@@ -147,6 +152,35 @@ class Policy:
         self._sampled = sum(branch.sampled)
         self._known = tuple(branch.tokens)
 
+    def fork(self, name: str, prompt_tokens: Sequence[int]) -> "Policy":
+        """A further sample of the same group, with a prompt of its own: for a sub-agent. It is trained with this one,
+        by the same reward, and must be complete when the loop returns.
+
+        Args:
+            name: among the forks of this sample; the same after a restart, where the fork has what it had.
+            prompt_tokens: prompt and response together may be as long as this sample's.
+
+        Raises:
+            PolicyError: the name is taken, or the prompt leaves no token of the budget.
+        """
+        sample, budget = self.sample, len(self.sample.prompt_tokens) + self.parts.params.max_new_tokens
+        fork_id = f"{sample.sample_id}{FORK}{name}"
+        if (
+            len(prompt_tokens) >= budget
+            or not prompt_tokens
+            or any(each.sample.sample_id == fork_id for each in self._forks)
+        ):
+            raise PolicyError(
+                f"sample {sample.sample_id} cannot be forked as '{name}' with a prompt of {len(prompt_tokens)} tokens: "
+                f"the name is taken, or there are not between 1 and {budget - 1} of them"
+            )
+        fork, watcher = self.watcher.forked(Sample(fork_id, sample.group_id, sample.prompt_id, tuple(prompt_tokens)))
+        params = replace(self.parts.params, max_new_tokens=budget - len(prompt_tokens))
+        parts = replace(self.parts, params=params)
+        policy = Policy(fork, parts, self.dispatcher, watcher, self.urgent, self.label)
+        self._forks.append(policy)
+        return policy
+
     def end(self, reason: str) -> None:
         """Complete the sample where it is."""
         self.sample.finish_reason = reason
@@ -168,6 +202,8 @@ class Policy:
         self._check_unchanged(sample.tokens)
         self.begin()
         self.watcher.ended(len(turns_of(sample)))
+        for fork in self._forks:
+            fork.close()
 
     def _request(self, limit: int | None) -> GenerateRequest:
         request = self.parts.next_request(self.sample)

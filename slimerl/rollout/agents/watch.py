@@ -4,7 +4,7 @@ Flows in: what the policy handle tells. Flows out: transitions of the store, fig
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slimerl.rollout.agents.policy import Watcher
 from slimerl.rollout.dispatch import Completion, GenerateRequest
@@ -18,6 +18,8 @@ class BookedSample(Watcher):
     sample: Sample
     store: SampleStore
     record: GroupRecord
+    forks: dict[str, Sample]
+    """What forks of before a restart have, by id."""
 
     def started(self) -> None:
         self.store.start(self.sample.sample_id)
@@ -32,6 +34,13 @@ class BookedSample(Watcher):
         self.record.retries += completion.tries - 1
         self.record.prompt_tokens += len(request.tokens)
         self.record.cached_tokens += completion.generation.cached_tokens
+
+    def forked(self, fork: Sample) -> "tuple[Sample, BookedSample]":
+        known = self.forks.pop(fork.sample_id, fork)
+        if known.prompt_tokens != fork.prompt_tokens:
+            known = fork
+        self.store.join(known)
+        return known, replace(self, sample=known)
 
     def counted(self, name: str) -> None:
         self.record.agent[name] += 1
