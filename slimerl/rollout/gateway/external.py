@@ -36,6 +36,8 @@ class Ending:
     """What a program says at the end. `reward`: None: the run's reward judges; `error`: it came to nothing."""
 
     turn: Turn | None
+    others: tuple[Turn, ...] = ()
+    """Ends of other branches that are trained, too."""
     reward: float | None = None
     correct: bool | None = None
     error: str | None = None
@@ -71,7 +73,7 @@ class ExternalAgents:
 
     sessions: Sessions
     silent_s: float
-    branch: Literal["finished", "longest"] = "finished"
+    branch: Literal["finished", "longest", "all"] = "finished"
     clock: Callable[[], float] = time.monotonic
     counts: Counter[str] = field(default_factory=Counter)
     tasks: dict[str, Task] = field(default_factory=dict)
@@ -147,7 +149,8 @@ class ExternalAgents:
                 f"nothing was sampled in session '{session_id}'; give it up with an error", "error", "nothing_sampled"
             )
         if not task.ended.done():
-            task.ended.set_result(Ending(turn, reward, correct, error))
+            others = [leaf for leaf in task.session.leaves() if leaf is not turn] if self.branch == "all" else ()
+            task.ended.set_result(Ending(turn, tuple(others), reward, correct, error))
         return task
 
     @property
@@ -231,6 +234,11 @@ class ExternalAgents:
             raise AgentFailed("nothing_sampled", f"session {task.session_id} ended without a reply")
         sample = task.sample
         task.policy.adopt(branch_sample(ending.turn, sample.sample_id, sample.group_id, sample.prompt_id))
+        trained = set(ending.turn.path())
+        for turn in ending.others if not task.is_evaluation else ():
+            fork = task.policy.fork(f"turn-{turn.number}", turn.path()[0].observed)
+            fork.adopt(branch_sample(turn, fork.sample.sample_id, sample.group_id, sample.prompt_id, trained))
+            trained.update(turn.path())
         self.counts["sessions_finished"] += 1
         if ending.reward is None:
             return None
