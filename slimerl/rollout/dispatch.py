@@ -192,6 +192,8 @@ class Dispatcher:
             asking.cancel()
 
     async def close(self) -> None:
+        if self._granting is not None:
+            self._granting.cancel()
         for probe in self._probes.values():
             probe.cancel()
         await asyncio.gather(*self._probes.values(), return_exceptions=True)
@@ -240,7 +242,7 @@ class Dispatcher:
 
     def _grant_rest(self) -> None:
         self._granting = None
-        self._grant()
+        self.refresh()
 
     def _release(self, slot: Reservation, generated: int = 0) -> None:
         self.router.end(slot, generated)

@@ -203,6 +203,8 @@ def test_tasks_nobody_takes_wait_and_a_program_waits_for_one():
         await converse(front, task, reward=0.5, correct=False)
         status, answer = await front.post("/v1/sessions", {"session_id": "mine"})
         assert (status, answer["error"]["code"]) == (409, "session_exists")
+        status, answer = await front.post("/v1/sessions", {"session_id": "a/b"})
+        assert (status, answer["error"]["param"]) == (400, "session_id")
 
     play(act, engines=1, groups=1, size=2, steps=2)
 

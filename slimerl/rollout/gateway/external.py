@@ -9,6 +9,7 @@ whatever ends a sample ends its session.
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections import Counter, OrderedDict, deque
@@ -27,6 +28,7 @@ from slimerl.samples.sample import Sample
 
 logger = logging.getLogger(__name__)
 
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,256}")
 REMEMBERED_ENDS = 100_000
 """Sessions that have ended: what their programs still send is refused under its name."""
 
@@ -106,15 +108,20 @@ class ExternalAgents:
             own_id: what the program calls the session.
 
         Raises:
-            ApiError: there is such a session already.
+            ApiError: there is such a session already, or it cannot be called so.
         """
-        if own_id is not None and (own_id in self._over or self.sessions.get(own_id) is not None):
-            raise ApiError(409, "session_exists", f"there is, or was, a session '{own_id}'; use another name")
+        if own_id is not None:
+            self._check_free(own_id)
         task = self._taken(self._waiting.popleft()) if self._waiting else await self._next(wait_s)
         # its sample may have ended while the task was on its way here
         if task is None or task.ended.done():
             return None
         if own_id is not None:
+            try:
+                self._check_free(own_id)
+            except ApiError:
+                self._give(task)
+                raise
             self._rename(task, own_id)
         self.counts["sessions_taken"] += 1
         return task
@@ -199,6 +206,12 @@ class ExternalAgents:
         finally:
             if not program.done():
                 self._programs.remove(program)
+
+    def _check_free(self, session_id: str) -> None:
+        if not _NAME.fullmatch(session_id):
+            raise refused("a session's name has up to 256 letters, digits, '.', '_' and '-'", "session_id")
+        if session_id in self._over or self.sessions.get(session_id) is not None:
+            raise ApiError(409, "session_exists", f"there is, or was, a session '{session_id}'; use another name")
 
     def _rename(self, task: Task, session_id: str) -> None:
         del self.tasks[task.session_id]
