@@ -116,6 +116,8 @@ class Dispatcher:
     _urgent: deque[_Waiter] = field(default_factory=deque)
     _failures: Counter[str] = field(default_factory=Counter)
     """Per engine, since it last answered well."""
+    _silent: set[str] = field(default_factory=set)
+    """Engines that were given time to answer again, and did not; they are given none until they have answered."""
     _probes: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _asking: dict[str, "set[asyncio.Task[Generation]]"] = field(default_factory=lambda: defaultdict(set))
     """Requests under way, by engine."""
@@ -223,6 +225,8 @@ class Dispatcher:
             asking.cancel()
 
     async def close(self) -> None:
+        if self._granting is not None:
+            self._granting.cancel()
         for probe in self._probes.values():
             probe.cancel()
         await asyncio.gather(*self._probes.values(), self._migration.close(), return_exceptions=True)
@@ -283,7 +287,7 @@ class Dispatcher:
 
     def _grant_rest(self) -> None:
         self._granting = None
-        self._grant()
+        self.refresh()
 
     def _granted(self, waiter: _Waiter) -> bool:
         """It has a slot now, or wants none any more."""
@@ -335,6 +339,7 @@ class Dispatcher:
         finally:
             self._migration.ended(slot)
         self._failures.pop(slot.engine_id, None)
+        self._silent.discard(slot.engine_id)
         if self._migration.waited(slot, asked, generation):
             raise _TakenBack
         return generation
@@ -378,11 +383,13 @@ class Dispatcher:
     async def _given_time(self, engine_id: str) -> None:
         """The only engine: until it answers again or, cancelled by `interrupt`, whoever watches it says it ended."""
         others = (one for one in self.router.engines() if one.engine_id != engine_id)
-        if any(one.state is EngineState.SERVING for one in others):
+        if engine_id in self._silent or any(one.state is EngineState.SERVING for one in others):
             return
         deadline = Deadline(f"engine {engine_id} to answer again", PROBE_S)
         while deadline.remaining_s and not await self.engines[engine_id].healthy(timeout_s=deadline.remaining_s):
             await asyncio.sleep(min(PROBE_PAUSE_S, deadline.remaining_s))
+        if not deadline.remaining_s:
+            self._silent.add(engine_id)
 
     def _suspect(self, engine_id: str) -> None:
         self._failures[engine_id] += 1

@@ -128,9 +128,10 @@ class ExternalAgent(AnyAgent):
     """Of the gateway, at the address that cluster.network says; 0 takes a free one. RUN_DIR/gateway.json has it."""
     silent_s: Seconds = 600.0
     """A task whose program has not been heard of for so long is dropped."""
-    branch: Literal["finished", "longest"] = "finished"
+    branch: Literal["finished", "longest", "all"] = "finished"
     """What is trained of a session in which the program edited what was said, or asked twice: the branch that had the
-    last reply, or the one with the most tokens."""
+    last reply, the one with the most tokens, or all, as further samples of the group with the same reward; what they
+    have in common is trained once."""
 
 
 def _variant_of(given: Any) -> str:

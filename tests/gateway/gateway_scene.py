@@ -109,7 +109,7 @@ class Front:
 @asynccontextmanager
 async def gateway_scene(
     answer: Callable[[Sequence[int], int], list[int]] | None = None,
-    silent_s: float = PATIENCE_S,
+    silent_s: float = 60.0,
     request_s: float = PATIENCE_S,
     engine_s: float = PATIENCE_S,
     max_new_tokens: int = 2000,

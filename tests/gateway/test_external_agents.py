@@ -24,6 +24,13 @@ async def converse(front: Front, task: dict[str, Any], turns: int = 2, **ending:
     return answer
 
 
+def stopped_clock(front: Front) -> list[float]:
+    """Nobody is silent until it is advanced, however slow this machine is."""
+    now = [0.0]
+    front.external.clock = lambda: now[0]
+    return now
+
+
 def arrays_of(store: SampleStore, manifest: BatchManifest) -> dict[str, dict[str, list]]:
     payloads = store.payloads([sample.sample_id for sample in manifest.samples])
     return {payload.sample_id: response_arrays(payload) for payload in payloads}
@@ -103,14 +110,47 @@ def test_the_branch_that_the_spec_names_is_trained(branch, turns):
     play(act, engines=1, groups=1, size=2, steps=1, branch=branch)
 
 
+def test_all_branches_are_trained_and_what_they_share_is_trained_once():
+    async def act(front: Front) -> None:
+        given: dict[str, list[list[int]]] = {}
+        for _ in range(2):
+            task = await front.take()
+            sample_id = front.external.tasks[task["session_id"]].sample.sample_id
+            client = front.client(task["session_id"])
+            first = (await client.chat.completions.create(model="any", messages=task["messages"])).choices[0].message
+            for text in ("go on", "go elsewhere", "go home"):
+                messages = [*task["messages"], first, {"role": "user", "content": text}]
+                await client.chat.completions.create(model="any", messages=messages)
+            given[sample_id] = [list(turn.tokens) for turn in front.sessions.get(task["session_id"]).turns]
+            status, _ = await front.post(f"/v1/sessions/{task['session_id']}/finish", {"reward": 1.0})
+            assert status == 200
+        manifest = await front.scene.batch(1)
+        assert len(manifest.samples) == 6
+        assert {meta.reward for meta in manifest.samples} == {1.0}
+        for sample_id, turns in given.items():
+            sampled = []
+            for meta in manifest.samples:
+                if meta.sample_id.startswith(sample_id):
+                    arrays = arrays_of(front.scene.store, manifest)[meta.sample_id]
+                    response = arrays["tokens"][meta.prompt_length :]
+                    marks = zip(response, arrays["sampled"], strict=True)
+                    sampled += [token for token, mark in marks if mark]
+                    assert response[: len(turns[0])] == turns[0]
+            assert sorted(sampled) == sorted(token for turn in turns for token in turn)
+
+    play(act, engines=1, groups=1, size=2, steps=1, branch="all")
+
+
 def test_a6_a_program_that_gives_up_or_falls_silent_loses_its_sample_under_its_name():
     """Faults: an error at the end; a task that is taken and never heard of; an end without a reply."""
 
     async def act(front: Front) -> None:
+        now = stopped_clock(front)
         given_up, silent = await front.take(), await front.take()
         status, answer = await front.post(f"/v1/sessions/{given_up['session_id']}/finish", {"reward": 1.0})
         assert (status, answer["error"]["code"]) == (400, "nothing_sampled")
         await converse(front, given_up, turns=1, error="the browser crashed")
+        now[0] += 100
         await front.scene.until(lambda: front.scene.store.counts().dropped.get("agent_silent", 0) == 1)
         assert front.scene.store.counts().dropped == {"agent_program_error": 1, "agent_silent": 1}
         for task in (given_up, silent):
@@ -125,24 +165,26 @@ def test_a6_a_program_that_gives_up_or_falls_silent_loses_its_sample_under_its_n
         assert manifest.metrics["gateway/sessions_silent"] == 1
         assert manifest.metrics["gateway/sessions_given_up"] == 1
 
-    play(act, engines=1, groups=1, size=4, steps=1, silent_s=1.0)
+    play(act, engines=1, groups=1, size=4, steps=1, silent_s=0.1)
 
 
 def test_a3_a_session_whose_request_is_under_way_is_not_silent():
     """Fault: an engine that takes longer than a program may be silent."""
 
     async def act(front: Front) -> None:
+        now = stopped_clock(front)
         engine = fake_engine_of(front)
         engine.open.clear()
         tasks = [await front.take() for _ in range(2)]
         conversing = [asyncio.ensure_future(converse(front, task, turns=1, reward=1.0)) for task in tasks]
         await engine.running_requests(2)
-        await asyncio.sleep(1.2)
+        now[0] += 100
+        await asyncio.sleep(0.3)  # tasks are looked at each 0.1 s
         engine.open.set()
         await asyncio.gather(*conversing)
         assert len((await front.scene.batch(1)).samples) == 2
 
-    play(act, engines=1, groups=1, size=2, steps=1, silent_s=0.5)
+    play(act, engines=1, groups=1, size=2, steps=1, silent_s=0.1)
 
 
 def test_tasks_nobody_takes_wait_and_a_program_waits_for_one():
@@ -161,6 +203,8 @@ def test_tasks_nobody_takes_wait_and_a_program_waits_for_one():
         await converse(front, task, reward=0.5, correct=False)
         status, answer = await front.post("/v1/sessions", {"session_id": "mine"})
         assert (status, answer["error"]["code"]) == (409, "session_exists")
+        status, answer = await front.post("/v1/sessions", {"session_id": "a/b"})
+        assert (status, answer["error"]["param"]) == (400, "session_id")
 
     play(act, engines=1, groups=1, size=2, steps=2)
 

@@ -175,6 +175,26 @@ TestConversations.settings = settings(
 )
 
 
+def test_m6_what_follows_a_reply_is_tokenised_for_that_reply_even_where_another_says_the_same():
+    """Fault: the same reply twice, once ended by the model and once cut off: what is told is the same, the tokens are
+    not."""
+    desk, asked = desk_of(Sessions()), [{"role": "user", "content": "q"}]
+    going_on = [*asked, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "on"}]
+    following = []
+    for tokens, reason in (([*model_text().encode("yes"), END], "stop"), (model_text().encode("yes"), "length")):
+        order = placed(desk, NAME, asked, None)
+        session, place = order.place.session, order.place
+        turn = session.begin(place.parent, place.observed, place.asked)
+        order.answer.reply.take(tokens)
+        session.complete(turn, tokens, [0.0] * len(tokens), [0] * len(tokens), reason)
+        order.tell(turn)
+        next_place = placed(desk, NAME, going_on, None).place
+        assert next_place.parent is turn
+        session.abandon(session.begin(turn, next_place.observed, next_place.asked))
+        following.append(next_place.observed)
+    assert following[1] == array("i", [END]) + following[0]
+
+
 def told(session: Session, asked: bytes, reply: bytes, parent: Turn | None = None, tokens: int = 2) -> Turn:
     turn = session.begin(parent, array("i", [1, 2]), asked)
     session.complete(turn, [3] * tokens, [-0.5] * tokens, [0] * tokens, "stop")

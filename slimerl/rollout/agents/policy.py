@@ -140,6 +140,18 @@ class Policy:
         sample.finish_reason = None
         return True
 
+    def begin(self) -> None:
+        """A request of the sample is about to be sent, here or elsewhere."""
+        if not self._running:
+            self._started()
+
+    def adopt(self, branch: Sample) -> None:
+        """Take over what the policy sampled elsewhere (a program's session), its prompt and finish reason too."""
+        for name in ("prompt_tokens", "response_tokens", "sampled", "behavior_logprobs", "versions", "finish_reason"):
+            setattr(self.sample, name, getattr(branch, name))
+        self._sampled = sum(branch.sampled)
+        self._known = tuple(branch.tokens)
+
     def fork(self, name: str, prompt_tokens: Sequence[int]) -> "Policy":
         """A further sample of the same group, with a prompt of its own: for a sub-agent. It is trained with this one,
         by the same reward, and must be complete when the loop returns.
@@ -168,18 +180,6 @@ class Policy:
         policy = Policy(fork, parts, self.dispatcher, watcher, self.urgent, self.label)
         self._forks.append(policy)
         return policy
-
-    def begin(self) -> None:
-        """A request of the sample is about to be sent, here or elsewhere."""
-        if not self._running:
-            self._started()
-
-    def adopt(self, branch: Sample) -> None:
-        """Take over what the policy sampled elsewhere (a program's session), its prompt and finish reason too."""
-        for name in ("prompt_tokens", "response_tokens", "sampled", "behavior_logprobs", "versions", "finish_reason"):
-            setattr(self.sample, name, getattr(branch, name))
-        self._sampled = sum(branch.sampled)
-        self._known = tuple(branch.tokens)
 
     def end(self, reason: str) -> None:
         """Complete the sample where it is."""

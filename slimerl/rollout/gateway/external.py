@@ -9,6 +9,7 @@ whatever ends a sample ends its session.
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections import Counter, OrderedDict, deque
@@ -27,6 +28,7 @@ from slimerl.samples.sample import Sample
 
 logger = logging.getLogger(__name__)
 
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,256}")
 REMEMBERED_ENDS = 100_000
 """Sessions that have ended: what their programs still send is refused under its name."""
 
@@ -36,6 +38,8 @@ class Ending:
     """What a program says at the end. `reward`: None: the run's reward judges; `error`: it came to nothing."""
 
     turn: Turn | None
+    others: tuple[Turn, ...] = ()
+    """Ends of other branches that are trained, too."""
     reward: float | None = None
     correct: bool | None = None
     error: str | None = None
@@ -71,7 +75,7 @@ class ExternalAgents:
 
     sessions: Sessions
     silent_s: float
-    branch: Literal["finished", "longest"] = "finished"
+    branch: Literal["finished", "longest", "all"] = "finished"
     clock: Callable[[], float] = time.monotonic
     counts: Counter[str] = field(default_factory=Counter)
     tasks: dict[str, Task] = field(default_factory=dict)
@@ -104,15 +108,20 @@ class ExternalAgents:
             own_id: what the program calls the session.
 
         Raises:
-            ApiError: there is such a session already.
+            ApiError: there is such a session already, or it cannot be called so.
         """
-        if own_id is not None and (own_id in self._over or self.sessions.get(own_id) is not None):
-            raise ApiError(409, "session_exists", f"there is, or was, a session '{own_id}'; use another name")
+        if own_id is not None:
+            self._check_free(own_id)
         task = self._taken(self._waiting.popleft()) if self._waiting else await self._next(wait_s)
         # its sample may have ended while the task was on its way here
         if task is None or task.ended.done():
             return None
         if own_id is not None:
+            try:
+                self._check_free(own_id)
+            except ApiError:
+                self._give(task)
+                raise
             self._rename(task, own_id)
         self.counts["sessions_taken"] += 1
         return task
@@ -147,7 +156,8 @@ class ExternalAgents:
                 f"nothing was sampled in session '{session_id}'; give it up with an error", "error", "nothing_sampled"
             )
         if not task.ended.done():
-            task.ended.set_result(Ending(turn, reward, correct, error))
+            others = [leaf for leaf in task.session.leaves() if leaf is not turn] if self.branch == "all" else ()
+            task.ended.set_result(Ending(turn, tuple(others), reward, correct, error))
         return task
 
     @property
@@ -197,6 +207,12 @@ class ExternalAgents:
             if not program.done():
                 self._programs.remove(program)
 
+    def _check_free(self, session_id: str) -> None:
+        if not _NAME.fullmatch(session_id):
+            raise refused("a session's name has up to 256 letters, digits, '.', '_' and '-'", "session_id")
+        if session_id in self._over or self.sessions.get(session_id) is not None:
+            raise ApiError(409, "session_exists", f"there is, or was, a session '{session_id}'; use another name")
+
     def _rename(self, task: Task, session_id: str) -> None:
         del self.tasks[task.session_id]
         self.sessions.close(task.session_id)
@@ -231,6 +247,11 @@ class ExternalAgents:
             raise AgentFailed("nothing_sampled", f"session {task.session_id} ended without a reply")
         sample = task.sample
         task.policy.adopt(branch_sample(ending.turn, sample.sample_id, sample.group_id, sample.prompt_id))
+        trained = set(ending.turn.path())
+        for turn in ending.others if not task.is_evaluation else ():
+            fork = task.policy.fork(f"turn-{turn.number}", turn.path()[0].observed)
+            fork.adopt(branch_sample(turn, fork.sample.sample_id, sample.group_id, sample.prompt_id, trained))
+            trained.update(turn.path())
         self.counts["sessions_finished"] += 1
         if ending.reward is None:
             return None

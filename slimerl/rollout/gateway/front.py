@@ -82,7 +82,7 @@ class Gateway:
             "tasks_waiting": external.waiting,
             "kept_tokens": external.sessions.tokens,
         }
-        return {f"gateway/{name}": float(number) for name, number in (counted | Counter(now)).items()}
+        return {f"gateway/{name}": float(number) for name, number in {**counted, **now}.items()}
 
     # --- handlers
 
@@ -198,7 +198,8 @@ class Gateway:
         try:
             return await handler(request)
         except web.HTTPException as error:
-            return self._failed(ApiError(error.status, "unknown_path", f"{request.method} {request.path}: {error}"))
+            name = "unknown_path" if error.status in (404, 405) else "refused"
+            return self._failed(ApiError(error.status, name, f"{request.method} {request.path}: {error}"))
         except ConnectionError:
             self.counts["disconnected"] += 1
             raise

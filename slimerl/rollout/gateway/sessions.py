@@ -198,8 +198,8 @@ class Session:
         return [turn for turn in self.turns if not turn.has_children]
 
     def branch(self, which: str) -> Turn | None:
-        """The end of one branch. `which`: "finished": of the turn completed last; "longest": with the most tokens, of
-        equals the later one."""
+        """The end of one branch. `which`: "longest": with the most tokens, of equals the later one; else that of the
+        turn completed last."""
         if which == "longest":
             return max(self.leaves()[::-1], key=lambda turn: turn.length, default=None)
         return self.last
