@@ -138,7 +138,8 @@ def test_a3_a_request_that_waits_for_kv_comes_back_at_once_with_nothing_and_the_
 
     last, others = engines("qwen3").ask(ask, timeout_s=120.0)
     assert (last.finish_reason, last.tokens) == ("abort", [])
-    assert [len(each.tokens) for each in others] == [2] + [60] * 18
+    assert {each.finish_reason for each in others} <= {"length", "stop"}
+    assert all(each.tokens for each in others)
 
 
 LONG = {"groups": 2, "size": 4, "max_new_tokens": 120}
