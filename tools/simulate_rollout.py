@@ -1,6 +1,6 @@
 """Compare rollout policies on simulated engines: makespan of one batch, and throughput of training steps.
 
-    python tools/simulate_rollout.py                     # the goals of routing and scheduling, one after the other
+    python tools/simulate_rollout.py                     # the goals of scheduling, in one run
     python tools/simulate_rollout.py makespan            # one batch, by each policy; mean ± spread over seeds
     python tools/simulate_rollout.py training            # steps of training on 32k-token answers, by staleness
     python tools/simulate_rollout.py colocated           # ... on GPUs that engines and trainer share: over-sampling
@@ -67,19 +67,18 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=cores, help="processes; default: one per core")
     parser.add_argument("--picture", type=Path, help="write the engines' occupancy under the last policy as SVG")
     options = parser.parse_args()
-    if options.what in ("goals", "makespan"):
-        shown = MAKESPAN_PLANS if options.what == "makespan" else (MAKESPAN_PLANS[0], *MAKESPAN_PLANS[-3:])
-        compare_makespans(options, shown)
-    if options.what == "makespan":
-        return
     regime = Regime(options.groups, 0, options.steps, options.train_s)
-    if options.what in ("goals", "training"):
-        compare_training(options, regime, TRAINING_PLANS)
+    goals = options.what == "goals"
+    if goals or options.what == "makespan":
+        compare_makespans(options, (MAKESPAN_PLANS[0], *MAKESPAN_PLANS[-3:]) if goals else MAKESPAN_PLANS)
+    if goals or options.what == "training":
+        compare_training(options, regime, (SYNCHRONOUS, DIVIDED) if goals else TRAINING_PLANS)
         partial_alone(options, replace(regime, train_s=0.0))
-    if options.what in ("goals", "colocated"):
-        compare_training(options, replace(regime, colocated=True), COLOCATED_PLANS)
-    if options.what in ("goals", "failures"):
-        plans = (SYNCHRONOUS, *(plan for plan in TRAINING_PLANS if plan.max_staleness == DIVIDED.max_staleness))
+    if goals or options.what == "colocated":
+        compare_training(options, replace(regime, colocated=True), COLOCATED_PLANS[:2] if goals else COLOCATED_PLANS)
+    if goals or options.what == "failures":
+        stale = tuple(plan for plan in TRAINING_PLANS if plan.max_staleness == 1)
+        plans = (SYNCHRONOUS, DIVIDED) if goals else (SYNCHRONOUS, *stale)
         compare_training(options, replace(regime, failures=FAILURES), plans)
 
 

@@ -10,7 +10,7 @@ engine that was taken out of service.
 
 import asyncio
 import logging
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -20,9 +20,10 @@ from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, Eng
 from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.rollout.engines import Engines
+from slimerl.rollout.lanes import Lanes, Waiter
 from slimerl.rollout.load_figures import LoadFigures
 from slimerl.rollout.migration import Migration
-from slimerl.rollout.order import Entry, LengthOrder, Progress
+from slimerl.rollout.order import LengthOrder, Progress
 from slimerl.rollout.router import Query, Reservation, Router
 from slimerl.samples.messages import EngineState
 from slimerl.samples.sample import Sample
@@ -90,15 +91,6 @@ class _TryFailed(Exception):
         self.suspect = suspect
 
 
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    query: Query
-    slot: "asyncio.Future[Reservation]"
-    progress: Progress | None = None
-    budget: int = 0
-    """Tokens that the request may have."""
-
-
 @dataclass
 class Dispatcher:
     """`changed` is called whenever a slot came free or an engine changed its state."""
@@ -107,13 +99,13 @@ class Dispatcher:
     engines: Engines
     request_s: float
     changed: Callable[[], None] = lambda: None
-    order: LengthOrder[_Waiter] = field(default_factory=LengthOrder)
+    order: LengthOrder[Waiter] = field(default_factory=LengthOrder)
     """Of those that are not urgent."""
     in_flight: int = 0
     """Slots taken and not yet given back."""
     _held: bool = False
     _sent: int = 0
-    _urgent: deque[_Waiter] = field(default_factory=deque)
+    _lanes: Lanes = field(init=False)
     _failures: Counter[str] = field(default_factory=Counter)
     """Per engine, since it last answered well."""
     _silent: set[str] = field(default_factory=set)
@@ -128,6 +120,7 @@ class Dispatcher:
     _migration: Migration = field(init=False)
 
     def __post_init__(self) -> None:
+        self._lanes = Lanes(self.order)
         self._migration = Migration(self.router, self.engines)
 
     def take_figures(self) -> dict[str, float]:
@@ -235,13 +228,8 @@ class Dispatcher:
 
     async def _acquire(self, query: Query, request: GenerateRequest, urgent: bool) -> Reservation:
         future = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(query, future, request.progress, request.params.max_new_tokens)
-        entry: Entry[_Waiter] | None = None
-        if urgent:
-            self._urgent.append(waiter)
-        else:
-            # what has been sent before goes first
-            entry = self.order.add(waiter, query.group, None if query.avoid else request.progress)
+        waiter = Waiter(query, future, request.progress, request.params.max_new_tokens)
+        self._lanes.add(waiter, urgent)
         self._grant()
         try:
             return await waiter.slot
@@ -249,47 +237,22 @@ class Dispatcher:
             # Cancelled between the grant and its arrival here: the slot is this request's to give back.
             if waiter.slot.done() and not waiter.slot.cancelled():
                 self._release(waiter.slot.result())
-            elif entry is not None:
-                self.order.remove(entry)
-            elif waiter in self._urgent:
-                self._urgent.remove(waiter)
+            else:
+                self._lanes.remove(waiter)
             raise
 
     def _grant(self) -> None:
-        """Slots for those who wait: urgent ones first, oldest first, then the others by their order."""
+        """Slots for those who wait."""
         if self._held or self._granting is not None:
             return
-        granted = 0
-        late: list[_Waiter] = []
-        while self._urgent and granted < GRANTED_AT_ONCE:
-            waiter = self._urgent.popleft()
-            if self._granted(waiter):
-                granted += 1
-                continue
-            late.append(waiter)
-            # One that avoids an engine must not keep others from it.
-            if not waiter.query.avoid:
-                break
-        self._urgent.extendleft(reversed(late))
-        skipped: list[Entry[_Waiter]] = []
-        while granted < GRANTED_AT_ONCE and (entry := self.order.take()) is not None:
-            if self._granted(entry.item):
-                self.order.sent(entry)
-                granted += 1
-                continue
-            skipped.append(entry)
-            if not entry.item.query.avoid:
-                break
-        for entry in skipped:
-            self.order.put_back(entry)
-        if granted == GRANTED_AT_ONCE:
+        if self._lanes.hand_out(self._granted, GRANTED_AT_ONCE):
             self._granting = asyncio.get_running_loop().call_soon(self._grant_rest)
 
     def _grant_rest(self) -> None:
         self._granting = None
         self.refresh()
 
-    def _granted(self, waiter: _Waiter) -> bool:
+    def _granted(self, waiter: Waiter) -> bool:
         """It has a slot now, or wants none any more."""
         if waiter.slot.done():
             return True
@@ -314,7 +277,7 @@ class Dispatcher:
         if not self.in_flight:
             self._idle.set()
         self.refresh()
-        if not (self._held or self._urgent or len(self.order)):
+        if not (self._held or len(self._lanes)):
             self._migration.even_out()
 
     # --- one try

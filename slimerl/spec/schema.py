@@ -5,7 +5,6 @@ Invariant: every key is used by some role, no value is changed after loading, un
 A default lives here and nowhere else.
 """
 
-import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,6 +23,7 @@ from slimerl.spec.fields import (
     Workers,
     tuple_from_list,
 )
+from slimerl.spec.oversample import check_oversample
 from slimerl.spec.reward import MathReward, RewardSpec
 from slimerl.spec.speculation import DraftingSpec, SpeculationSpec, check_speculation
 
@@ -152,10 +152,8 @@ class RolloutSpec(Strict):
     max_staleness: NonNegative = 0
     """Policy versions that a sample may be behind: 0 synchronous, 1 one-step-off, more asynchronous."""
     oversample: Annotated[Real, Field(ge=1)] | None = None
-    """Steps' worth of prompts under way at once; a step takes the first that are complete, and the others go on as
-    partial samples under the next weights. Default: as many as `max_staleness` lets be, max_staleness + 1. Fewer are
-    less stale; what engines that share the trainer's GPUs begin beyond the batch is the one thing that fills them while
-    the longest samples end."""
+    """Steps' worth of prompts under way at once; a step takes the first that are complete, the others go on as partial
+    samples under the next weights. Default: as many as `max_staleness` allows, max_staleness + 1."""
     on_update: Literal["retract", "in_place", "abort", "drain"] = "retract"
     """What requests do that still run when new weights come. retract: give their KV cache back and go on from their
     tokens under the new weights. in_place: keep it, computed by the old weights. abort: end, and be sent again with
@@ -174,24 +172,7 @@ class RolloutSpec(Strict):
 
     @model_validator(mode="after")
     def _partial_samples_may_be_stale(self) -> "RolloutSpec":
-        factor, ahead = self.oversample, self.max_staleness + 1
-        if factor is None or factor == 1:
-            return self
-        if self.max_staleness == 0:
-            raise ValueError(
-                f"rollout.oversample = {factor:g} leaves partial samples of older weights, and rollout.max_staleness = "
-                "0 trains none of them; set max_staleness to 1, or oversample to 1"
-            )
-        if factor > ahead:
-            raise ValueError(
-                f"rollout.oversample = {factor:g} is never reached: rollout.max_staleness = {self.max_staleness} lets "
-                f"{ahead} steps' worth be under way; raise it to {math.ceil(factor) - 1}, or lower oversample"
-            )
-        if self.on_update == "drain" and self.chunk_tokens is None:
-            raise ValueError(
-                f"rollout.oversample = {factor:g} stops what is not needed yet at new weights, and rollout.on_update: "
-                "drain waits for its end; choose retract, or bound the wait by rollout.chunk_tokens"
-            )
+        check_oversample(self.oversample, self.max_staleness, self.on_update, self.chunk_tokens)
         return self
 
     @model_validator(mode="after")

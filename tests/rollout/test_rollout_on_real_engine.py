@@ -12,7 +12,7 @@ from engine_fixtures import Engines, RunningEngine
 from scene import Scene, rollout
 
 from slimerl.engine.fleet import EngineFleet
-from slimerl.engine.protocol import SamplingParams
+from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.samples.messages import BatchManifest, HoldReply, HoldRequest, ReleaseRequest, unpack_array
 
 Tokens = dict[str, list[int]]
@@ -113,6 +113,33 @@ def test_m1_kv_of_older_weights_is_found_by_nobody_though_no_cache_was_flushed(e
     first, again, newer, newer_again = engines("qwen3").ask(ask)
     assert (first, newer) == (0, 0)
     assert again == newer_again > 100
+
+
+def test_a3_a_request_that_waits_for_kv_comes_back_at_once_with_nothing_and_the_others_end(engines: Engines):
+    """What is taken back from a crowded engine: twenty requests, of which its KV holds thirteen."""
+
+    async def ask(client: Any) -> tuple[Generation, list[Generation]]:
+        tasks = [
+            asyncio.ensure_future(
+                client.generate(
+                    [5 + (31 * number + 7 * at) % 90 for at in range(1500)],
+                    SamplingParams(60 if number else 2, seed=number),
+                    request_id=f"crowd-{number}",
+                )
+            )
+            for number in range(20)
+        ]
+        await tasks[0]  # it ends long before the twelve beside it, and makes room for one
+        await client.abort("crowd-19")
+        async with asyncio.timeout(10):
+            last = await tasks[19]
+        assert not all(task.done() for task in tasks), "it did not wait for its turn"
+        return last, await asyncio.gather(*tasks[:19])
+
+    last, others = engines("qwen3").ask(ask, timeout_s=120.0)
+    assert (last.finish_reason, last.tokens) == ("abort", [])
+    assert {each.finish_reason for each in others} <= {"length", "stop"}
+    assert all(each.tokens for each in others)
 
 
 LONG = {"groups": 2, "size": 4, "max_new_tokens": 120}

@@ -109,8 +109,8 @@ class OrderOnTrial(RuleBasedStateMachine):
         super().__init__()
         self.order: LengthOrder[int] = LengthOrder(ResponseLengths(prompts=3))
         self.batches: dict[str, int] = {}
-        self.waits: dict[int, tuple[str, int]] = {}
-        """Item → its group and the tokens that it has."""
+        self.waits: dict[int, tuple[str, int, int]] = {}
+        """Item → its group, the tokens that it has, and the batch that its group was due in when it began to wait."""
         self.entries: dict[int, Entry[int]] = {}
         self.taken: list[Entry[int]] = []
         self.seen: Counter[int] = Counter()
@@ -133,7 +133,7 @@ class OrderOnTrial(RuleBasedStateMachine):
         self.made += 1
         progress = Progress(group.upper(), done, BUDGET - done)
         self.entries[self.made] = self.order.add(self.made, group, progress)
-        self.waits[self.made] = (group, done)
+        self.waits[self.made] = (group, done, self.batches.get(group, -1))
 
     @rule(send=st.booleans())
     def one_is_taken(self, send: bool) -> None:
@@ -141,12 +141,11 @@ class OrderOnTrial(RuleBasedStateMachine):
         assert (entry is None) == (not self.waits)
         if entry is None:
             return
-        group, done = self.waits.pop(entry.item)
-        for other, has in self.waits.values():
-            if other in self.batches and group in self.batches:
-                assert done or not has, "what goes on goes first"
-                if bool(done) == bool(has):
-                    assert self.batches[group] <= self.batches[other], "an earlier batch goes first"
+        _, done, batch = self.waits.pop(entry.item)
+        for _, has, due in self.waits.values():
+            assert done or not has, "what goes on goes first"
+            if bool(done) == bool(has):
+                assert batch <= due, "an earlier batch goes first"
         if send:
             self.order.sent(entry)
             self.seen[entry.item] += 1
@@ -159,7 +158,7 @@ class OrderOnTrial(RuleBasedStateMachine):
         entry = self.taken.pop()
         assert entry.progress is not None
         self.order.put_back(entry)
-        self.waits[entry.item] = (entry.group, entry.progress.done)
+        self.waits[entry.item] = (entry.group, entry.progress.done, self.batches.get(entry.group, -1))
 
     @precondition(lambda self: self.waits)
     @rule(chance=st.integers(0, 1 << 20))
@@ -175,7 +174,7 @@ class OrderOnTrial(RuleBasedStateMachine):
 
     @rule(group=st.sampled_from("abcdef"))
     def a_group_is_settled(self, group: str) -> None:
-        if group in self.batches and not any(each == group for each, _ in self.waits.values()):
+        if group in self.batches and not any(each == group for each, *_ in self.waits.values()):
             if any(entry.group == group for entry in self.taken):
                 return
             del self.batches[group]
@@ -189,7 +188,7 @@ class OrderOnTrial(RuleBasedStateMachine):
     def teardown(self) -> None:
         for entry in self.taken:
             self.order.put_back(entry)
-            self.waits[entry.item] = (entry.group, 0)
+            self.waits[entry.item] = (entry.group, 0, 0)
         left = []
         while (entry := self.order.take()) is not None:
             left.append(entry.item)
