@@ -121,7 +121,7 @@ class Dispatcher:
 
     def __post_init__(self) -> None:
         self._lanes = Lanes(self.order)
-        self._migration = Migration(self.router, self.engines)
+        self._migration = Migration(self.router, self.engines, lambda: not (self._held or len(self._lanes)))
 
     def take_figures(self) -> dict[str, float]:
         """`rollout/…` figures of engines and moves since the last call."""
@@ -277,8 +277,7 @@ class Dispatcher:
         if not self.in_flight:
             self._idle.set()
         self.refresh()
-        if not (self._held or len(self._lanes)):
-            self._migration.even_out()
+        self._migration.even_out_soon()
 
     # --- one try
 

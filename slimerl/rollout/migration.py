@@ -11,6 +11,8 @@ run what was taken for waiting is believed to run everything until new weights c
 
 import asyncio
 import logging
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slimerl.engine.client import EngineError
@@ -20,6 +22,7 @@ from slimerl.rollout.router import Reservation, Router
 
 logger = logging.getLogger(__name__)
 
+ADVICE_S = 0.1
 ABORT_S = 5.0
 """For an engine to accept an abort."""
 
@@ -39,6 +42,8 @@ class Migration:
 
     router: Router
     engines: Engines
+    allowed: Callable[[], bool] = lambda: True
+    """Does none wait outside the engines?"""
     moved: int = 0
     """Requests taken back since the start."""
     _asked: dict[int, Asked] = field(default_factory=dict)
@@ -46,6 +51,8 @@ class Migration:
     _leaving: set[int] = field(default_factory=set)
     """Of these, those that were taken back."""
     _aborts: "set[asyncio.Task[None]]" = field(default_factory=set)
+    _advised_s: float = -math.inf
+    _planned: asyncio.TimerHandle | None = None
     _runs_all: dict[str, int] = field(default_factory=dict)
     """Engine → version for which it is believed to let nothing wait."""
 
@@ -65,10 +72,23 @@ class Migration:
             self._runs_all[slot.engine_id] = self.router.version
         return not generation.tokens
 
-    def even_out(self) -> None:
-        """To be called when a request has ended and none waits outside the engines."""
-        if self._leaving:
+    def even_out_soon(self) -> None:
+        """To be called when a request has ended. However many end, advice is taken now and then: it looks at every
+        request."""
+        if self._planned is not None:
             return
+        loop = asyncio.get_running_loop()
+        if (wait_s := self._advised_s + ADVICE_S - loop.time()) > 0:
+            self._planned = loop.call_later(wait_s, self.even_out)
+        else:
+            self.even_out()
+
+    def even_out(self) -> None:
+        """Take back what the router advises to move."""
+        self._planned = None
+        if self._leaving or not self.allowed():
+            return
+        self._advised_s = asyncio.get_running_loop().time()
         for move in self.router.tail_moves(running_too=False):
             asked = self._asked.get(move.number)
             if asked is None or not asked.divisible or self._runs_all.get(move.source) == self.router.version:
@@ -81,6 +101,8 @@ class Migration:
             task.add_done_callback(self._aborts.discard)
 
     async def close(self) -> None:
+        if self._planned is not None:
+            self._planned.cancel()
         for task in self._aborts:
             task.cancel()
         await asyncio.gather(*self._aborts, return_exceptions=True)
