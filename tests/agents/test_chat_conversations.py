@@ -96,9 +96,13 @@ def test_observations_of_an_environment_are_turns_of_the_user(tokenizer, model_p
     assert [each("42") for each in environment_frames(plain) if each] == [[Foreign("42"), "\n"]] * 2
 
 
+REFUSES_TOOLS = """{% for message in messages %}{% if message.role == 'tool' %}
+{{ raise_exception('only user and assistant') }}{% endif %}{{ message.content }}{% endfor %}"""
+
+
 def test_a_template_that_refuses_tools_is_told_of_before_the_run(tmp_path):
     path = make_tiny_model("qwen3", tmp_path, num_hidden_layers=1, hidden_size=16)
-    (path / "chat_template.jinja").write_text("{{ raise_exception('only user and assistant') }}")
+    (path / "chat_template.jinja").write_text(REFUSES_TOOLS)
     with pytest.raises(TokenizerError, match="refuses messages of the role 'tool': only user and assistant"):
         tool_format(AGENT, HereToolbox.descriptions, PromptTokenizer(path, DATA))
 
