@@ -1,6 +1,8 @@
 """Turns with tools, one sample at a time: what it holds, what engines see, how it ends, how it goes on."""
 
 import asyncio
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +12,7 @@ from talker import PROMPT, STOP, HereToolbox, Talker, new_sample, policy_of, tal
 
 from slimerl.rewards.outcome import Failed, Outcome, Unparsable
 from slimerl.rollout.agents.loop import AgentFailed
-from slimerl.rollout.agents.policy import Policy, PolicyError
+from slimerl.rollout.agents.policy import Policy, PolicyError, Watcher
 from slimerl.rollout.agents.turns import last_said, turns_of
 from slimerl.rollout.prompts import Prompt
 from slimerl.samples.sample import OBSERVED_VERSION, Sample
@@ -131,8 +133,19 @@ def test_a_wrong_call_is_told_to_the_policy_and_a_broken_tool_drops_the_sample()
     def say(tokens, seed):
         return [*tokens_of(said[bytes(tokens[2:]).count(b"\n")]), STOP]
 
+    class Counting(Watcher):
+        def counted(self, name):
+            counts[name] += 1
+
+    counts: Counter[str] = Counter()
     sample = new_sample()
-    run(policy_of(sample, Talker(say)))
+    run(replace(policy_of(sample, Talker(say)), watcher=Counting()))
+    assert counts == {
+        "tool_calls": 2,
+        "tool_failures": 2,
+        "tool_failures_unknown_tool": 1,
+        "tool_failures_arithmetic": 1,
+    }
     first, second, _ = turns_of(sample)
     assert b"there is no tool" in bytes(first.observed)
     assert b"division by zero" in bytes(second.observed)

@@ -152,6 +152,14 @@ class Policy:
         self._sampled = sum(branch.sampled)
         self._known = tuple(branch.tokens)
 
+    def end(self, reason: str) -> None:
+        """Complete the sample where it is."""
+        self.sample.finish_reason = reason
+
+    def count(self, name: str) -> None:
+        """For the figures of the batch: `agent/NAME`."""
+        self.watcher.counted(name)
+
     def fork(self, name: str, prompt_tokens: Sequence[int]) -> "Policy":
         """A further sample of the same group, with a prompt of its own: for a sub-agent. It is trained with this one,
         by the same reward, and must be complete when the loop returns.
@@ -180,14 +188,6 @@ class Policy:
         policy = Policy(fork, parts, self.dispatcher, watcher, self.urgent, self.label)
         self._forks.append(policy)
         return policy
-
-    def end(self, reason: str) -> None:
-        """Complete the sample where it is."""
-        self.sample.finish_reason = reason
-
-    def count(self, name: str) -> None:
-        """For the figures of the batch: `agent/NAME`."""
-        self.watcher.counted(name)
 
     def close(self) -> None:
         """After the loop. Raises PolicyError: the sample is not what a loop must leave."""

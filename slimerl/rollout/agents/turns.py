@@ -5,7 +5,6 @@ Invariant: the turns are a function of the sample's tokens and marks alone, the 
 """
 
 from dataclasses import dataclass
-from itertools import groupby
 
 from slimerl.samples.sample import Sample
 
@@ -22,23 +21,26 @@ class Turn:
 def turns_of(sample: Sample) -> list[Turn]:
     """The turns so far. What is observed before the first sampled token is of no turn; the last turn may be under
     way."""
-    runs: list[tuple[bool, tuple[int, ...]]] = []
-    start = 0
-    for sampled, marks in groupby(sample.sampled):
-        end = start + len(list(marks))
-        runs.append((sampled, tuple(sample.response_tokens[start:end])))
-        start = end
+    # Searched as bytes: a response may have tens of thousands of tokens, and this runs on the event loop.
+    marks, tokens = bytes(sample.sampled), sample.response_tokens
     turns = []
-    for place, (sampled, tokens) in enumerate(runs):
-        if sampled:
-            turns.append(Turn(tokens, runs[place + 1][1] if place + 1 < len(runs) else ()))
+    start = marks.find(1)
+    while start >= 0:
+        end = _or_end(marks.find(0, start), marks)
+        following = marks.find(1, end)
+        turns.append(Turn(tuple(tokens[start:end]), tuple(tokens[end : _or_end(following, marks)])))
+        start = following
     return turns
+
+
+def _or_end(found: int, marks: bytes) -> int:
+    return found if found >= 0 else len(marks)
 
 
 def seen_first(sample: Sample) -> tuple[int, ...]:
     """What was observed before the first sampled token."""
-    count = sample.sampled.index(True) if True in sample.sampled else len(sample.sampled)
-    return tuple(sample.response_tokens[:count])
+    marks = bytes(sample.sampled)
+    return tuple(sample.response_tokens[: _or_end(marks.find(1), marks)])
 
 
 def last_said(sample: Sample) -> list[int]:
