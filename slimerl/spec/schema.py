@@ -17,7 +17,6 @@ from slimerl.spec.fields import (
     NonNegative,
     Positive,
     Real,
-    Seconds,
     Seed,
     Strict,
     Workers,
@@ -26,6 +25,7 @@ from slimerl.spec.fields import (
 from slimerl.spec.oversample import check_oversample
 from slimerl.spec.reward import MathReward, RewardSpec
 from slimerl.spec.speculation import DraftingSpec, SpeculationSpec, check_speculation
+from slimerl.spec.survival import CheckpointSpec, DeadlineSpec, ResilienceSpec
 
 
 def _no_directory_itself(name: str) -> str:
@@ -258,51 +258,6 @@ class EvaluationSpec(Strict):
     max_new_tokens: Positive | None = None
     """Default: rollout.max_new_tokens."""
     temperature: Annotated[Real, Field(ge=0)] = 0.0
-
-
-class CheckpointSpec(Strict):
-    """Checkpoints of the run, in OUTPUT_DIR/checkpoints; a run that ended early goes on from the newest whole one."""
-
-    every_steps: NonNegative = 10
-    """0: none."""
-    keep_last: Positive = 2
-    resume: Literal["auto", "never"] = "auto"
-    """never: refuse to start where checkpoints lie."""
-    on_failure: Literal["warn", "stop"] = "warn"
-    """What becomes of the run when a checkpoint cannot be written (disk full)."""
-
-
-class ResilienceSpec(Strict):
-    """What is started again where it failed; each time is counted and said. Errors that would come again are not."""
-
-    run_restarts: NonNegative = 3
-    """The whole run, from its newest checkpoint, where trainer or rollout role ended."""
-    engine_restarts: NonNegative = 3
-    """Each engine, in the running run; it serves again after a weight sync."""
-
-
-class DeadlineSpec(Strict):
-    """Upper bounds of every wait; what is exceeded is named in the error."""
-
-    start_s: Seconds = 240.0
-    request_s: Seconds = 300.0
-    batch_s: Seconds = 1800.0
-    """For the samples of a step; engines that share the trainer's GPUs wait as long for its training."""
-    sync_s: Seconds = 300.0
-    checkpoint_s: Seconds = 1800.0
-    """From the time when the next one is due, or the run ends."""
-    terminate_s: Seconds = 25.0
-    """From SIGTERM to `slimerl run` until its roles are ended, with or without the checkpoint that it asks them for."""
-    shutdown_s: Seconds = 20.0
-
-    @model_validator(mode="after")
-    def _first_sync_waits_for_engines(self) -> "DeadlineSpec":
-        if self.sync_s < self.start_s:
-            raise ValueError(
-                f"deadlines.sync_s = {self.sync_s:g} must be at least deadlines.start_s = {self.start_s:g}: the first "
-                "sync waits for the engines to start"
-            )
-        return self
 
 
 class RunSpec(Strict):

@@ -9,7 +9,8 @@ import tiny
 import torch
 
 from slimerl.samples.messages import EngineInfo, EngineState, HoldReply, HoldRequest, ReleaseRequest, Status
-from slimerl.spec.schema import ClusterSpec, DeadlineSpec, ParallelSpec, SyncSpec
+from slimerl.spec.schema import ClusterSpec, ParallelSpec, SyncSpec
+from slimerl.spec.survival import DeadlineSpec
 
 
 @dataclass

@@ -21,6 +21,7 @@ import numpy as np
 
 from slimerl.engine.protocol import Generation, ProtocolError, Scores, read_scores
 from slimerl.rollout.dispatch import Completion, Dispatcher, GenerateRequest, GenerationFailed
+from slimerl.rollout.order import Progress
 from slimerl.rollout.prompts import sampling_seed
 from slimerl.rollout.speculation import coupled, rules
 from slimerl.rollout.speculation.drafts import Draft, Drafts, names_a_prompt, prompt_of
@@ -248,6 +249,7 @@ class SpeculativeDispatcher(Dispatcher):
             tokens=(*context, *draft.tokens),
             params=params,
             expected_new_tokens=1,
+            progress=_after(answer.request.progress, len(answer.tokens)),
         )
         try:
             scored = await super().generate(request, answer.start)
@@ -298,6 +300,7 @@ class SpeculativeDispatcher(Dispatcher):
                 tokens=tuple(context),
                 params=replace(whole.params, max_new_tokens=tokens, extra=extra or {}),
                 expected_new_tokens=min(expected, tokens),
+                progress=_after(whole.progress, len(answer.tokens)),
             )
         completion = await super().generate(request, answer.start)
         answer.parts.append(completion)
@@ -310,3 +313,8 @@ class SpeculativeDispatcher(Dispatcher):
 
     def _prefilled(self, request: GenerateRequest, completion: Completion) -> None:
         self.speculation.figures.prefilled += len(request.tokens) - completion.generation.cached_tokens
+
+
+def _after(progress: Progress | None, tokens: int) -> Progress | None:
+    """The progress of a sample that has so many tokens more."""
+    return progress and replace(progress, done=progress.done + tokens, left=progress.left - tokens)
