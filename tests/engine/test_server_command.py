@@ -189,11 +189,11 @@ def test_two_engines_that_start_at_once_never_get_the_same_port(monkeypatch: pyt
 def test_a_port_that_somebody_listens_on_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
-        free = taken + 1
-        monkeypatch.setattr("slimerl.engine.local_resources._PORTS", range(taken, free + 1))
+        # of those behind it others may hold some
+        monkeypatch.setattr("slimerl.engine.local_resources._PORTS", range(taken, taken + 50))
         port = ReservedPort()
         port.release()
-    assert port.number == free
+    assert taken < port.number < taken + 50
 
 
 def test_a_private_directory_is_the_owners_alone_and_goes_with_all_it_holds() -> None:

@@ -56,9 +56,7 @@ def test_sft_runs_on_the_same_trainer_without_engines(tmp_path):
 
 
 ROLES = {
-    "rollout": "slimerl.rollout",
     "engine-0": "slimerl.engine ",
-    "trainer": "torch.distributed.run",
     "a rank of trainer": "-u -m slimerl.training",
 }
 
