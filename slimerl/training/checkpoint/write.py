@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import pickle
+import select
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +35,9 @@ POLL_S = 0.05
 _FORMAT = ("torch_dist", 1)
 _PR_SET_PDEATHSIG = 1
 _UNKNOWN_STATUS = 255 << 8
+FORKS, FORK_S = 5, 5.0
+"""Tries, and the time of each for the child's first word."""
+_STARTED = b"+"
 _ERROR_BYTES = 4096
 """Of an error's text; a pipe takes so much at once."""
 
@@ -157,11 +161,27 @@ class _Outcome:
 
 
 class _Child:
-    """A forked process that runs `work` on the state as it is now, and ends with this one."""
+    """A forked process that runs `work` on the state as it is now, and ends with this one.
+
+    CPython's own work after a fork waits for ever where another thread (of PyTorch, of gloo) was just beginning or
+    ending to use Python in the parent; the child is then given up, and forked again.
+    """
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self._status: int | None = None
+        """Raises OSError: it did not start."""
         self._error = -1
+        for _ in range(FORKS):
+            self._fork(work)
+            if select.select([self._error], [], [], FORK_S)[0]:
+                os.read(self._error, len(_STARTED))
+                return
+            self.kill()
+            os.close(self._error)
+            self._error = -1
+        raise OSError(f"a forked process did not start within {FORK_S:g} s, {FORKS} times in a row")
+
+    def _fork(self, work: Callable[[], None]) -> None:
+        self._status: int | None = None
         self._error, error = os.pipe()
         parent = os.getpid()
         try:
@@ -204,6 +224,7 @@ def _run_and_leave(work: Callable[[], None], error: int, parent: int) -> None:
     """In the child: never returns, and touches nothing that belongs to the trainer (signals, buffers, GPU)."""
     code = 1
     try:
+        os.write(error, _STARTED)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
