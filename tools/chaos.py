@@ -37,7 +37,7 @@ from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.resilience.tied import tied_command
 from slimerl.samples.messages import EngineState, read_address
 from slimerl.telemetry import read_records
-from slimerl.telemetry.run_log import METRICS_FILE
+from slimerl.telemetry.run_log import METRICS_FILE, newest_step
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps
 from slimerl.training.rollout_client import RolloutClient
 
@@ -86,7 +86,7 @@ class Fired:
 
     @property
     def newest_step(self) -> int:
-        return max((record["step"] for record in read_records(self.run_dir / METRICS_FILE)), default=-1)
+        return newest_step(self.run_dir)
 
     def ended(self) -> int | None:
         assert self.process is not None

@@ -6,7 +6,6 @@ Invariants: an engine that was added serves after a weight sync; the requests of
 and the last one stays. A run that starts over has the engines of its spec.
 """
 
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -49,9 +48,8 @@ def ask(run_dir: Path, request: EngineRequest, timeout_s: float) -> EngineAnswer
     part.rename(asked)
     deadline = Deadline(f"the conductor of {run_dir} to answer", timeout_s)
     try:
-        while not answer.exists():
-            deadline.check("does `slimerl run` run it? Roles that were started one by one have no conductor")
-            time.sleep(POLL_S)
+        why = "does `slimerl run` run it? Roles that were started one by one have no conductor"
+        deadline.wait_until(answer.exists, POLL_S, lambda: why)
         return msgspec.json.decode(answer.read_bytes(), type=EngineAnswer)
     finally:
         asked.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.resilience.failure_kinds import RestartBudget
 from slimerl.samples.messages import EngineInfo, EngineLost, read_address
 from slimerl.spec import RunSpec
-from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, RESTARTED, append_event, exported, read_records
+from slimerl.telemetry.run_log import EVENTS_FILE, RESTARTED, append_event, exported, newest_step, read_records
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps, unusable_names
 from slimerl.training.rollout_client import RolloutClient, ServiceFailed
 
@@ -81,8 +81,8 @@ class RunRestarts:
 
         Raises RoleFailed: it may not.
         """
-        steps = max((record["step"] for record in read_records(self._spec.run_dir / METRICS_FILE)), default=-1) + 1
-        refusal = _full_disk(self._spec.run_dir) or self._budget.refusal(failure.kind, steps, self._impossible)
+        recorded = newest_step(self._spec.run_dir) + 1
+        refusal = _full_disk(self._spec.run_dir) or self._budget.refusal(failure.kind, recorded, self._impossible)
         if refusal is not None:
             raise failure.because(f"the run does not start over: {refusal}")
         newest = next(iter(complete_steps(self._spec.run_dir / CHECKPOINTS_DIR)), None)
@@ -125,8 +125,7 @@ def _full_disk(run_dir: Path) -> str:
 
 
 def record_restart(run_dir: Path, text: str) -> None:
-    step = max((record["step"] for record in read_records(run_dir / METRICS_FILE)), default=0)
-    append_event(run_dir, step, "note", RESTARTED, text)
+    append_event(run_dir, max(0, newest_step(run_dir)), "note", RESTARTED, text)
 
 
 def has_cuda() -> bool:

@@ -13,7 +13,6 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
@@ -26,7 +25,6 @@ from slimerl.rollout.migration import Migration
 from slimerl.rollout.order import LengthOrder, Progress
 from slimerl.rollout.router import Query, Reservation, Router
 from slimerl.samples.messages import EngineState
-from slimerl.samples.sample import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -388,14 +386,3 @@ def _check(generation: Generation, versions: range, request: GenerateRequest, he
         found = sorted(wrong) or f"in the order {generation.versions}"
         detail = f"it generated with weights of version {found} where {served} is required"
         raise _TryFailed("wrong_version", detail, again=True, suspect=False)
-
-
-def append_generation(sample: Sample, generation: Generation) -> None:
-    """Append what the engine generated, one span of equal policy version after the other; `finish_reason` is what ended
-    it there."""
-    start = 0
-    for version, run in groupby(generation.versions):
-        end = start + len(list(run))
-        sample.append(generation.tokens[start:end], generation.logprobs[start:end], version)
-        start = end
-    sample.finish_reason = generation.finish_reason

@@ -7,9 +7,10 @@ each token, so that under unchanged weights the parts are what one request would
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from slimerl.engine.protocol import Generation, SamplingParams
-from slimerl.rollout.dispatch import GenerateRequest, append_generation
+from slimerl.rollout.dispatch import GenerateRequest
 from slimerl.rollout.lengths import ResponseLengths
 from slimerl.rollout.order import Progress
 from slimerl.rollout.prompts import sampling_seed
@@ -57,3 +58,14 @@ class Parts:
         if generation.finish_reason == "stop" or set(last) & set(self.params.stop_token_ids):
             return "stop"
         return "length" if len(sample.response_tokens) >= self.params.max_new_tokens else None
+
+
+def append_generation(sample: Sample, generation: Generation) -> None:
+    """Append what the engine generated, one span of equal policy version after the other; `finish_reason` is what ended
+    it there."""
+    start = 0
+    for version, run in groupby(generation.versions):
+        end = start + len(list(run))
+        sample.append(generation.tokens[start:end], generation.logprobs[start:end], version)
+        start = end
+    sample.finish_reason = generation.finish_reason

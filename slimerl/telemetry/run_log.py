@@ -110,6 +110,11 @@ def exported(events: Sequence[Mapping[str, Any]]) -> bool:
     return any(event.get("phase") == "export" and event["edge"] == "end" for event in events)
 
 
+def newest_step(run_dir: Path) -> int:
+    """Of the metrics recorded; -1: there are none. Raises RecordDamaged."""
+    return max((record["step"] for record in read_records(run_dir / METRICS_FILE)), default=-1)
+
+
 def append_event(run_dir: Path, step: int, kind: str, name: str, text: str) -> None:
     """`RunLog.event` of a process that is not the writer of the record: one whole line at the end."""
     record = {"step": step, "edge": kind, "name": name, "text": text, "time": time.time()}

@@ -8,8 +8,8 @@ Of several branches that begin alike, one alone has the beginning as sampled: no
 from collections.abc import Collection
 
 from slimerl.engine.protocol import Generation
-from slimerl.rollout.dispatch import append_generation
 from slimerl.rollout.gateway.sessions import Turn
+from slimerl.rollout.parts import append_generation
 from slimerl.samples.sample import Sample
 
 
