@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from fake_engine import FakeEngine
 
+from slimerl.engine.fleet import EngineFleet
 from slimerl.engine.protocol import SamplingParams
 from slimerl.rewards.outcome import Outcome, RewardRequest, Scored
 from slimerl.rollout.admission import StalenessGate
@@ -25,7 +26,7 @@ from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
 from slimerl.rollout.service import ControlService
 from slimerl.rollout.speculation.dispatcher import Speculation, SpeculativeDispatcher
 from slimerl.rollout.weights import WeightHold
-from slimerl.samples.messages import BatchManifest, NextBatchRequest
+from slimerl.samples.messages import BatchManifest, HoldReply, NextBatchRequest
 from slimerl.samples.store import SampleStore
 
 PATIENCE_S = 10.0
@@ -79,6 +80,16 @@ class Scene:
         """No slot is taken and the books are closed on whatever is not ready."""
         await self.until(lambda: not self.router.running() and not self.scheduler._tasks)
         self.store.check()
+
+
+def serve_the_same_weights(reply: HoldReply, version: int) -> None:
+    """An update of real engines by which nothing changes but the version."""
+    with EngineFleet(reply.engines, 30.0, reply.pause) as fleet:
+        fleet.pause()
+        fleet.begin_weight_update()
+        fleet.end_weight_update(version)
+        fleet.flush_cache()
+        fleet.continue_generation()
 
 
 @asynccontextmanager

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 from engine_fixtures import Engines, RunningEngine
-from scene import Scene, rollout
+from scene import Scene, rollout, serve_the_same_weights
 
-from slimerl.engine.fleet import EngineFleet
 from slimerl.engine.protocol import SamplingParams
 from slimerl.rollout.agents.policy import Policy
 from slimerl.rollout.agents.turns import turns_of
 from slimerl.rollout.prompts import Prompt
-from slimerl.samples.messages import HoldReply, HoldRequest, ReleaseRequest, unpack_array
+from slimerl.samples.messages import HoldRequest, ReleaseRequest, unpack_array
 from slimerl.samples.sample import OBSERVED_VERSION, Sample
 
 TURNS, SAID = 3, 30
@@ -78,14 +77,6 @@ def undisturbed(pair: list[RunningEngine]) -> dict[str, list[int]]:
 def test_a4_new_weights_in_the_middle_of_conversations_lose_and_double_nothing(pair, undisturbed, mode):
     """Injected: updates of both engines. The weights stay the same, so that the tokens must, too."""
 
-    def update(reply: HoldReply, version: int) -> None:
-        with EngineFleet(reply.engines, 30.0, reply.pause) as fleet:
-            fleet.pause()
-            fleet.begin_weight_update()
-            fleet.end_weight_update(version)
-            fleet.flush_cache()
-            fleet.continue_generation()
-
     async def scene(made: Scene) -> None:
         sent: dict[str, list[tuple[int, ...]]] = {}
         generate = made.scheduler.dispatcher.generate
@@ -99,7 +90,7 @@ def test_a4_new_weights_in_the_middle_of_conversations_lose_and_double_nothing(p
             # while it gets its two tokens, those that run beside it get theirs
             await made.service.clients[pair[0].info.engine_id].generate([5, 6], SamplingParams(2))
             reply = await made.weights.hold(HoldRequest(version, 60.0))
-            await asyncio.to_thread(update, reply, version)
+            await asyncio.to_thread(serve_the_same_weights, reply, version)
             whole = [engine.info.engine_id for engine in pair]
             made.weights.release(ReleaseRequest(reply.lease_id, version, whole))
         samples = await samples_of(made)

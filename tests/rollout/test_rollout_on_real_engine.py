@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_fixtures import Engines, RunningEngine
-from scene import Scene, rollout
+from scene import Scene, rollout, serve_the_same_weights
 
-from slimerl.engine.fleet import EngineFleet
 from slimerl.engine.protocol import Generation, SamplingParams
-from slimerl.samples.messages import BatchManifest, HoldReply, HoldRequest, ReleaseRequest, unpack_array
+from slimerl.samples.messages import BatchManifest, HoldRequest, ReleaseRequest, unpack_array
 
 Tokens = dict[str, list[int]]
 
@@ -163,20 +162,12 @@ def test_a4_new_weights_in_mid_generation_lose_and_double_nothing(engines: Engin
     engine = engines("qwen3")
     expected = undisturbed(engine, **LONG)
 
-    def update(reply: HoldReply, version: int) -> None:
-        with EngineFleet(reply.engines, 30.0, reply.pause) as fleet:
-            fleet.pause()
-            fleet.begin_weight_update()
-            fleet.end_weight_update(version)
-            fleet.flush_cache()
-            fleet.continue_generation()
-
     async def scene(made: Scene) -> None:
         for version in range(1, 21):
             # while it gets its two tokens, those that run beside it get theirs
             await made.service.clients[engine.info.engine_id].generate([5, 6], SamplingParams(2))
             reply = await made.weights.hold(HoldRequest(version, 60.0))
-            await asyncio.to_thread(update, reply, version)
+            await asyncio.to_thread(serve_the_same_weights, reply, version)
             made.weights.release(ReleaseRequest(reply.lease_id, version, [engine.info.engine_id]))
         manifest = await made.batch(1, timeout_s=60.0)
         tokens, versions = tokens_and_versions(made, manifest)

@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_fixtures import Engines, RunningEngine
-from scene import SEED, Scene, rollout
+from scene import SEED, Scene, rollout, serve_the_same_weights
 from scipy import stats
 
 from slimerl.engine.client import EngineClient
-from slimerl.engine.fleet import EngineFleet
 from slimerl.engine.protocol import SamplingParams, read_scores
 from slimerl.rollout.dispatch import GenerateRequest
 from slimerl.rollout.prompts import Prompt, sampling_seed
 from slimerl.rollout.speculation.dispatcher import Speculation
-from slimerl.samples.messages import BatchManifest, HoldReply, HoldRequest, ReleaseRequest, unpack_array
+from slimerl.samples.messages import BatchManifest, HoldRequest, ReleaseRequest, unpack_array
 from slimerl.spec.speculation import SpeculationSpec
 
 VOCABULARY = 512
@@ -206,20 +205,12 @@ def test_a4_new_weights_amid_drafts_lose_and_double_nothing(engines: Engines, mo
     batches: list[Batch] = []
     accepted: list[float] = []
 
-    def update(reply: HoldReply, version: int) -> None:
-        with EngineFleet(reply.engines, 30.0, reply.pause) as fleet:
-            fleet.pause()
-            fleet.begin_weight_update()
-            fleet.end_weight_update(version)
-            fleet.flush_cache()
-            fleet.continue_generation()
-
     async def scene(made: Scene) -> None:
         made.scheduler.advance(0)
         for version in range(1, 7) if batches else ():
             await made.service.clients[engine.info.engine_id].generate([5, 6], SamplingParams(2))
             reply = await made.weights.hold(HoldRequest(version, 60.0))
-            await asyncio.to_thread(update, reply, version)
+            await asyncio.to_thread(serve_the_same_weights, reply, version)
             made.weights.release(ReleaseRequest(reply.lease_id, version, [engine.info.engine_id]))
         manifest = await made.batch(1, timeout_s=60.0)
         assert made.store.counts().dropped == {}
