@@ -24,6 +24,7 @@ with the source by digest before the target gets its name; until then it is .NAM
 a kill or a full disk the same command goes on behind the last verified file. The source is only read.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -53,13 +54,15 @@ def main(
         Path | None,
         typer.Option(help="the Hugging Face checkpoint of the same model, where the source is a trainer's step-N"),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="threads that read, write and verify")] = 2,
+    workers: Annotated[int, typer.Option(min=1, max=512, help="threads that read, write and verify")] = 2,
     shard_gib: Annotated[float, typer.Option(min=0.001, max=1e6, help="size of the target's files")] = 4.0,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace an existing checkpoint, once all is done")
     ] = False,
 ) -> None:
     """Convert a checkpoint between Hugging Face safetensors and Megatron's distributed format; see the examples."""
+    if math.isnan(shard_gib):
+        raise typer.BadParameter("--shard-gib nan is no size")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

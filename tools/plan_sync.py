@@ -82,7 +82,7 @@ def shape_from_config(
     topology = Topology(train.world_size, server.world_size, replicas, gpus_per_node, nic)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds {type(config).__name__}, not an object")

@@ -9,12 +9,13 @@ and the last one stays. A run that starts over has the engines of its spec.
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from slimerl.conductor.restarts import has_cuda, tell_lost
 from slimerl.conductor.roles import engine_command
-from slimerl.conductor.supervise import RoleProcess
+from slimerl.conductor.supervise import RoleProcess, end_all
 from slimerl.resilience.deadline import Deadline
 from slimerl.samples.messages import EngineLost
 from slimerl.spec import RunSpec
@@ -27,7 +28,7 @@ _REQUEST, _ANSWER = ".request", ".answer"
 class EngineRequest(msgspec.Struct, frozen=True):
     """`add`: how many; `remove`: which."""
 
-    add: int = 0
+    add: Annotated[int, msgspec.Meta(ge=0)] = 0
     remove: list[str] = []
 
 
@@ -101,10 +102,12 @@ class ElasticEngines:
         return added
 
     def _remove(self, names: list[str], roles: list[RoleProcess]) -> list[str]:
-        for name in names:
-            role = next(role for role in roles if role.role.engine_id == name)
-            tell_lost(self._spec, EngineLost(name, "removed by command", 0.0))
+        removed = [role for role in roles if role.role.engine_id in names]
+        for role in removed:
+            tell_lost(self._spec, EngineLost(role.role.name, "removed by command", 0.0))
             roles.remove(role)
-            role.end(self._spec.deadlines.shutdown_s)
-            self._say(f"{name} is removed; its requests go on elsewhere")
-        return names
+        # all at once: whoever asked waits no longer than for one
+        end_all(removed, self._spec.deadlines.shutdown_s)
+        for role in removed:
+            self._say(f"{role.role.name} is removed; its requests go on elsewhere")
+        return [role.role.name for role in removed]

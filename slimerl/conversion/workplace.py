@@ -57,9 +57,11 @@ class Workplace:
             raise CheckpointError(f"another process converts to {self.target} now; wait for it or end it") from None
         self.done = self._read_journal()
         try:
-            if not self.done:
-                for path in self.directory.iterdir():
+            for path in self.directory.iterdir():
+                # half a file is written again, and takes the room for it
+                if not self.done or path.name not in (JOURNAL, *self.done):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if not self.done:
                 self._append(_Head(self._plan))
         except OSError as error:
             self.__exit__(OSError)

@@ -231,7 +231,12 @@ class EngineClient:
         return await self._get(Endpoint.MODEL_INFO, timeout_s)
 
     async def weight_version(self, *, timeout_s: float | None = None) -> int:
-        return read_version((await self.model_info(timeout_s=timeout_s))["weight_version"])
+        """Raises EngineError, also where the server does not say."""
+        info = await self.model_info(timeout_s=timeout_s)
+        try:
+            return read_version(info.get("weight_version") if isinstance(info, dict) else info)
+        except ProtocolError as error:
+            raise EngineError(self.engine_id, Endpoint.MODEL_INFO, str(error)) from None
 
     # --- transport
 

@@ -168,7 +168,7 @@ class _Connection(asyncio.Protocol):
         self._status = status
         self._chunked = b"chunked" in fields.get(b"transfer-encoding", b"")
         length = fields.get(b"content-length")
-        self._length = 0 if status in (204, 304) else int(length) if length is not None else None
+        self._length = 0 if status in (204, 304) else _size(length, 10) if length is not None else None
         self._chunks.clear()
         if b"close" in fields.get(b"connection", b"") or head.startswith(b"http/1.0"):
             self.reusable = False
@@ -178,7 +178,7 @@ class _Connection(asyncio.Protocol):
             line_end = self._data.find(b"\r\n")
             if line_end < 0:
                 return
-            size = int(bytes(self._data[:line_end]).partition(b";")[0], 16)
+            size = _size(bytes(self._data[:line_end]).partition(b";")[0], 16)
             begin, end = line_end + 2, line_end + 2 + size
             if len(self._data) < end + 2:
                 return
@@ -202,3 +202,11 @@ class _Connection(asyncio.Protocol):
             self._answer.set_exception(ConnectionLost(why))
         with suppress(OSError):
             self.abort()
+
+
+def _size(text: bytes, base: int) -> int:
+    """Raises ValueError where it is none: a negative one would be read for ever."""
+    size = int(text, base)
+    if size < 0:
+        raise ValueError(f"{size} bytes")
+    return size

@@ -136,11 +136,20 @@ def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: 
 def read_generation(answer: dict[str, Any]) -> Generation:
     """Raises ProtocolError where tokens, logprobs and versions do not agree in number, or are none."""
     try:
-        meta = answer["meta_info"]
-        pairs = meta.get("output_token_logprobs") or []
-        finish = meta["finish_reason"]
-    except (KeyError, TypeError) as error:
-        raise ProtocolError(f"a /generate answer without {error}: {str(answer)[:300]}") from None
+        return _generation(answer)
+    except ProtocolError:
+        raise
+    # whatever else the server sent in their place
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(
+            f"a /generate answer without {error} ({type(error).__name__}): {str(answer)[:300]}"
+        ) from None
+
+
+def _generation(answer: dict[str, Any]) -> Generation:
+    meta = answer["meta_info"]
+    pairs = meta.get("output_token_logprobs") or []
+    finish = meta["finish_reason"]
     if isinstance(finish, dict) and finish.get("length") == 0:
         pairs = []  # a request for no token that was batched with others has the logprob of one it does not have
     try:
@@ -181,7 +190,15 @@ def read_scores(generation: Generation, tokens: Sequence[int]) -> Scores:
     Raises:
         ProtocolError: they are missing, or those of other tokens.
     """
-    meta = generation.meta
+    try:
+        return _scores(generation.meta, tokens)
+    except ProtocolError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"scores of another form ({type(error).__name__}: {error}) were answered") from None
+
+
+def _scores(meta: dict[str, Any], tokens: Sequence[int]) -> Scores:
     pairs = (meta.get("input_token_logprobs") or [])[1:]
     # SGLang reports the last id of a vocabulary as 0
     if len(pairs) != len(tokens) or any(pair[1] not in (token, 0) for pair, token in zip(pairs, tokens, strict=True)):

@@ -4,6 +4,7 @@ Flows in: a directory with `model.safetensors` or an index and its shards. Flows
 Invariant: a directory that stands under its final name is complete.
 """
 
+import glob
 import json
 import os
 import shutil
@@ -278,7 +279,9 @@ def put_in_place(complete: Path, directory: Path) -> None:
         if replaced.exists():
             replaced.rename(directory)
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    # those, too, of processes that were killed while they removed one
+    for old in directory.parent.glob(f".{glob.escape(directory.name)}.replaced-*"):
+        shutil.rmtree(old, ignore_errors=True)
     # The new name itself must survive a power cut.
     descriptor = os.open(directory.parent, os.O_RDONLY)
     try:

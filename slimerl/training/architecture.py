@@ -15,13 +15,9 @@ from typing import Any
 import torch
 
 from slimerl.resharding.families import deepseek_v3, glm4_moe, qwen3
+from slimerl.resharding.families.blocks import MOST_EXPERTS, MOST_LAYERS
 from slimerl.training.config_reader import ConfigReader, UnsupportedModel
 from slimerl.training.config_rotary import Rotary, latent_rotary, llama3_factor, read_rotary
-
-MOST_LAYERS = 10_000
-MOST_EXPERTS = 10_000
-"""Of a layer. Beyond what anyone trains: every layer and expert has lines in tables, so a slip of the pen is refused
-before they fill the memory."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from slimerl.resharding.families.blocks import LARGEST_INTEGER
+
 WITHOUT_EFFECT = frozenset(
     (
         *("architectures", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
@@ -18,10 +20,6 @@ WITHOUT_EFFECT = frozenset(
     )
 )
 """Keys that do not change what the model computes."""
-
-
-LARGEST_INTEGER = 2**31 - 1
-"""What sizes are in Megatron's kernels."""
 
 
 class UnsupportedModel(ValueError):

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 
 import pytest
 from tiny_run import write_spec
@@ -21,7 +22,7 @@ SLEEP = "import time; time.sleep(60)"
 @pytest.fixture
 def conductor(tmp_path):
     """Serves requests beside roles that sleep: two engines and a trainer."""
-    spec = load_spec(write_spec(tmp_path, engine={"replicas": 2}))
+    spec = load_spec(write_spec(tmp_path, engine={"replicas": 2}, deadlines={"shutdown_s": 2.0}))
     (spec.run_dir / "logs").mkdir(parents=True)
     roles = [
         RoleProcess(RoleCommand(name, [sys.executable, "-c", SLEEP], dict(os.environ), engine_id=engine), tmp_path)
@@ -63,6 +64,29 @@ def test_an_engine_that_is_removed_ends_and_the_others_stay(conductor):
     assert list((spec.run_dir / REQUESTS_DIR).iterdir()) == []
 
 
+def test_an_engine_that_is_named_twice_is_removed_once(conductor):
+    """Injected: a slip in the command, which must not end the run."""
+    spec, roles = conductor
+    assert ask(spec.run_dir, EngineRequest(remove=["engine-0", "engine-0"]), 20) == EngineAnswer(["engine-0"])
+    assert [role.role.name for role in roles] == ["engine-1", "trainer"]
+
+
+def test_a3_several_engines_end_in_the_time_of_one(conductor):
+    """Injected: engines that do not end when asked to; whoever wants them removed waits for one answer."""
+    spec, roles = conductor
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); " + SLEEP
+    for name in ("engine-2", "engine-3", "engine-4"):
+        command = RoleCommand(name, [sys.executable, "-c", deaf], dict(os.environ), engine_id=name)
+        roles.insert(-1, RoleProcess(command, spec.run_dir / "logs"))
+    started = Deadline("the engines to ignore SIGTERM", 20)
+    for role in roles[2:5]:
+        started.wait_until(lambda role=role: "deaf" in role.log_path.read_text())
+    begun = time.monotonic()
+    names = ["engine-2", "engine-3", "engine-4"]
+    assert ask(spec.run_dir, EngineRequest(remove=names), 60) == EngineAnswer(names)
+    assert time.monotonic() - begun < 2 * spec.deadlines.shutdown_s
+
+
 def test_an_engine_that_is_added_has_a_number_of_its_own_and_stands_before_the_trainer(conductor):
     spec, roles = conductor
     assert ask(spec.run_dir, EngineRequest(add=1), 20).engines == ["engine-2"]
@@ -71,11 +95,12 @@ def test_an_engine_that_is_added_has_a_number_of_its_own_and_stands_before_the_t
     assert roles[2].role.command[:3] == expected[:3]
 
 
-def test_a_file_that_is_no_request_is_answered(conductor):
+@pytest.mark.parametrize("text", ["two more, please", '{"add": -1}'])
+def test_a_file_that_is_no_request_is_answered(conductor, text):
     """Injected: somebody wrote a file by hand."""
     spec, _ = conductor
     (spec.run_dir / REQUESTS_DIR).mkdir(exist_ok=True)
-    (spec.run_dir / REQUESTS_DIR / "mine.request").write_text("two more, please")
+    (spec.run_dir / REQUESTS_DIR / "mine.request").write_text(text)
     answer = spec.run_dir / REQUESTS_DIR / "mine.answer"
     Deadline("an answer", 20).wait_until(answer.exists)
     assert "no request" in answer.read_text()

@@ -61,6 +61,11 @@ def test_an_abort_before_the_first_token_is_an_empty_generation() -> None:
         (answer(weight_versions=[{"version": "4", "start": 0, "end": 2}]), "cover 2 tokens of 3"),
         (answer(weight_version="default"), "'default', not a policy version"),
         ({"output_ids": []}, "without 'meta_info'"),
+        ({"meta_info": []}, "AttributeError"),
+        (answer(finish_reason={"length": 3}), "without 'type'"),
+        (answer(weight_versions=[{"version": "4", "end": 3}]), "without 'start'"),
+        (answer(weight_versions=[4, 4, 4]), "TypeError"),
+        ({**answer(), "output_ids": 5}, "TypeError"),
         (answer(output_token_logprobs=[[-0.5, 10, None], [None, 11, None], [-1.0, 12, None]]), "without a log-prob"),
     ],
 )

@@ -129,6 +129,40 @@ def test_w11_ignored_modules_stay_unquantised_and_no_others():
 
 
 @pytest.mark.parametrize(
+    ("ignored", "plain"),
+    [
+        ("self_attn.o_proj", "{layer}.self_attn.o_proj"),
+        ("mlp.shared_experts.", "{layer}.mlp.shared_experts"),
+        ("mlp.gate", None),
+        ("experts", "{layer}.mlp.experts"),
+    ],
+)
+def test_w11_an_ignored_module_may_be_named_from_its_middle_on_as_the_engine_does(ignored, plain):
+    """Fault: such a list is taken to ignore nothing, and the engine keeps bf16 where FP8 is sent."""
+    config = LARGE | {"quantization_config": FP8 | {"modules_to_not_convert": [ignored]}}
+    everything = family_of(config).logical_tensors(config, form=Form(scales=BlockScales.of(config)))
+    tensors = {tensor.name: tensor.dtype for tensor in everything if tensor.name.endswith("_proj.weight")}
+    whole = {tensor.name: tensor.dtype for tensor in family_of(config).logical_tensors(config, form=Form(scales=BlockScales.of(LARGE)))}
+    layers = range(config["num_hidden_layers"])
+    left_out = tuple(f"model.layers.{plain.format(layer=layer)}." for layer in layers) if plain else ()
+    expected = {name: torch.float32 if name.startswith(left_out) else whole[name] for name in tensors}
+    assert tensors == expected
+
+
+def test_w11_all_experts_of_a_layer_may_be_named_one_by_one_but_not_some():
+    """Fault: what is said of the first expert is taken for what is said of all."""
+    experts = [f"model.layers.4.mlp.experts.{number}" for number in range(LARGE["n_routed_experts"])]
+    config = LARGE | {"quantization_config": FP8 | {"modules_to_not_convert": experts}}
+    tensors = family_of(config).logical_tensors(config, form=Form(scales=BlockScales.of(config)))
+    of_layer = [tensor for tensor in tensors if tensor.name.startswith("model.layers.4.mlp.experts.")]
+    assert {tensor.dtype for tensor in of_layer} == {torch.float32}
+    for some in (experts[:1], experts[1:]):
+        config["quantization_config"]["modules_to_not_convert"] = some
+        with pytest.raises(ConfigError, match=r"leaves out model\.layers\.4\.mlp\.experts\.\d+\.gate_proj"):
+            family_of(config).logical_tensors(config, form=Form(scales=BlockScales.of(config)))
+
+
+@pytest.mark.parametrize(
     ("quantisation", "message"),
     [
         ({"quant_method": "compressed-tensors"}, "compressed-tensors.* is not FP8 in square blocks"),

@@ -155,6 +155,8 @@ def test_answers_are_read_however_they_are_cut(pieces, answer):
         ((b"",), "the server closed the connection"),
         ((b"220 mail.example ESMTP\r\n\r\n",), "not HTTP/1.1"),
         ((b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",), "not HTTP/1.1"),
+        ((b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-6\r\n",), "-6 bytes"),
+        ((b"HTTP/1.1 200 OK\r\nContent-Length: -3\r\n\r\nhello",), "-3 bytes"),
         ((b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000,), "more than 65536 bytes"),
     ],
 )

@@ -15,6 +15,12 @@ from slimerl.resharding.layouts import Axis
 
 EMBEDDING = "model.embed_tokens.weight"
 
+LARGEST_INTEGER = 2**31 - 1
+"""What sizes are in Megatron's kernels."""
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 10_000
+"""Of a layer. Beyond what anyone trains: every layer and expert has lines in tables, so a slip of the pen is refused
+before they fill the memory."""
 
 HEAD_ON_EVERY_STAGE = {"pipeline": "SGLang's model has the output layer on every stage, not on the last alone"}
 ATTENTION_OVER_CONTEXT = {"context_attention": "SGLang's model cuts attention over ranks that share a sequence, too"}
@@ -51,14 +57,19 @@ class Dimensions:
     tied: bool
 
 
-def read_integer(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
-    """An integer of `config`, at least `least`; `default` where it is absent or null. Raises ConfigError."""
+def read_integer(
+    config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1, most: int = LARGEST_INTEGER
+) -> int:
+    """An integer of `config` in [least, most]; `default` where it is absent or null. Raises ConfigError."""
     value = config.get(key)
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise ConfigError(f"config.json: {key} must be {kind}, not {value!r}")
+    if value > most:
+        shown = value if value < 10**20 else "a number of more than 20 digits"
+        raise ConfigError(f"config.json: {key} = {shown} is more than any model has, at most {most}; correct it")
     return value
 
 
@@ -71,7 +82,7 @@ def read_dimensions(config: Mapping[str, Any], head_dim: int | None = None) -> D
     return Dimensions(
         vocabulary=read_integer(config, "vocab_size"),
         hidden=hidden,
-        layers=read_integer(config, "num_hidden_layers"),
+        layers=read_integer(config, "num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=read_integer(config, "head_dim", head_dim or hidden // heads),

@@ -29,7 +29,7 @@ def _table(config: Mapping[str, Any]) -> Table:
     _require(config, "topk_method", "noaux_tc", "without it the router has no correction bias")
     sizes = ExpertSizes(
         hidden=size.hidden,
-        experts=blocks.read_integer(config, "n_routed_experts"),
+        experts=blocks.read_integer(config, "n_routed_experts", most=blocks.MOST_EXPERTS),
         intermediate=blocks.read_integer(config, "moe_intermediate_size"),
         shared=blocks.read_integer(config, "n_shared_experts", SHARED_EXPERTS, least=0),
     )

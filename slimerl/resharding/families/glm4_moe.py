@@ -22,7 +22,7 @@ def _table(config: Mapping[str, Any]) -> Table:
     blocks.refuse(config, "glm4_moe", tie_word_embeddings="SGLang's GLM-4.5 has a head of its own")
     sizes = ExpertSizes(
         hidden=size.hidden,
-        experts=blocks.read_integer(config, "n_routed_experts"),
+        experts=blocks.read_integer(config, "n_routed_experts", most=blocks.MOST_EXPERTS),
         intermediate=blocks.read_integer(config, "moe_intermediate_size"),
         shared=blocks.read_integer(config, "n_shared_experts", SHARED_EXPERTS),
     )

@@ -25,7 +25,8 @@ def _table(config: Mapping[str, Any]) -> Table:
             "SGLang's Qwen3-MoE has experts in every layer"
         )
     # transformers 5 writes the second name.
-    count = blocks.read_integer(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    key = "num_experts" if "num_experts" in config else "num_local_experts"
+    count = blocks.read_integer(config, key, most=blocks.MOST_EXPERTS)
     layer = blocks.attention(size, qk_norm=True) + blocks.post_attention_norm(size, dense=False)
     sizes = ExpertSizes(size.hidden, count, blocks.read_integer(config, "moe_intermediate_size"))
     layer += moe_layer(sizes, ExpertLocation.COPIED, bias=False)

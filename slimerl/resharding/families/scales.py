@@ -7,8 +7,11 @@ the block, and data and scale travel together.
 Only the engine's rules change: a trainer keeps its own dtype and makes data and scales when it sends.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -36,7 +39,8 @@ class BlockScales:
 
     block: int = 128
     ignored: tuple[str, ...] = ()
-    """Modules that stay unquantised although their kind is not; `model.layers.3` means all below it."""
+    """Modules that stay unquantised although their kind is not; `model.layers.3` means all below it, `o_proj` every
+    one."""
     powers_of_two: bool = False
     """Scales are rounded up to powers of two (UE8M0: DeepSeek-V3.1, and what DeepGEMM wants on Blackwell)."""
 
@@ -86,11 +90,36 @@ class BlockScales:
                 )
 
     def quantises(self, weight: Weight, layer: int) -> bool:
-        if not weight.quantised:
-            return False
-        # A part of a name is not enough: layers.1 is no prefix of layers.10.
-        module = weight.name.format(layer=layer, expert=0) + "."
-        return not any(module.startswith(f"{name}.") for name in self.ignored)
+        """Raises ConfigError where only some of the experts are ignored, which the engine holds in one parameter."""
+        if not weight.quantised or not self.ignored:
+            return weight.quantised
+        names_experts = weight.experts and any(_ONE_EXPERT.search(name) for name in self.ignored)
+        ignored = [
+            self._ignores(weight.name.format(layer=layer, expert=expert))
+            for expert in range(weight.experts if names_experts else 1)
+        ]
+        if any(ignored) and not all(ignored):
+            number = ignored.index(True)
+            raise ConfigError(
+                f"config.json: quantization_config leaves out {weight.name.format(layer=layer, expert=number)}, but not "
+                f"expert {ignored.index(False)} of the same layer, which the engine holds in one parameter with it; "
+                "leave out all of them or none"
+            )
+        return not ignored[0]
+
+    def _ignores(self, name: str) -> bool:
+        """By whole modules, wherever they stand in the name (SGLang's `is_layer_skipped`): layers.1 is not layers.10,
+        and self_attn is that of every layer."""
+        parts = name.split(".")
+        ends = combinations(range(len(parts) + 1), 2)
+        return any(".".join(parts[first:last]) in self._modules for first, last in ends)
+
+    @cached_property
+    def _modules(self) -> frozenset[str]:
+        return frozenset(module.rstrip(".") for module in self.ignored)
+
+
+_ONE_EXPERT = re.compile(r"experts\.\d")
 
 
 def scale_name(name: str) -> str:
