@@ -24,7 +24,6 @@ with the source by digest before the target gets its name; until then it is .NAM
 a kill or a full disk the same command goes on behind the last verified file. The source is only read.
 """
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -61,8 +60,6 @@ def main(
     ] = False,
 ) -> None:
     """Convert a checkpoint between Hugging Face safetensors and Megatron's distributed format; see the examples."""
-    if math.isnan(shard_gib):
-        raise typer.BadParameter("--shard-gib nan is no size")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -47,6 +47,8 @@ def parsed(text: str, kind: type) -> dict[str, Any]:
         key, _, value = pair.partition("=")
         if key not in allowed:
             raise typer.BadParameter(f"{key!r} is no key of {kind.__name__}; it has {', '.join(sorted(allowed))}")
+        if key in found:
+            raise typer.BadParameter(f"{key} is given twice; leave one out")
         try:
             found[key] = _value(key, value, kind)
         except (ValueError, KeyError):
@@ -69,6 +71,8 @@ def _value(key: str, text: str, kind: type) -> Any:
         return tuple(tuple(map(int, chunk.split("/"))) for chunk in text.split("|"))
     if key == "names":
         return ModuleNames(text)
+    if key == "expert_map":
+        raise ValueError
     switch = isinstance(next(field.default for field in fields(kind) if field.name == key), bool)
     return {"true": True, "false": False}[text] if switch else int(text)
 

@@ -231,7 +231,7 @@ class ClusterSpec(Strict):
     network: Literal["loopback", "hostname"] = "loopback"
     """Where roles listen. loopback: all of them are on one machine. hostname: at the address of the machine's name,
     where roles on other machines reach them; it must be a private network."""
-    gpu_memory_gib: Annotated[Real, Field(gt=0)] = 80.0
+    gpu_memory_gib: Annotated[Real, Field(gt=0, le=1e6)] = 80.0
     """Of one GPU, for `slimerl check --plan-only`; elsewhere the machine is asked."""
 
 

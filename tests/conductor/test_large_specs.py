@@ -214,6 +214,11 @@ FAULTS = {
         ["cluster.gpus_per_node=1000000000"],
         ["cluster.gpus_per_node = 1000000000 GPUs: a weight sync is planned for up to 32768; lower it"],
     ),
+    "more memory than there is": (
+        "kimi_k2_1t",
+        ["cluster.gpu_memory_gib=1e308"],
+        ["{here}/kimi_k2_1t.yaml: cluster.gpu_memory_gib: input should be less than or equal to 1000000"],
+    ),
     "no published configuration": (
         "kimi_k2_1t",
         ["model.path=checkpoints/kimi_k3"],

@@ -243,3 +243,14 @@ def test_scores_of_other_tokens_are_refused(tokens: list[int]) -> None:
 def test_a_request_for_no_token_has_none_although_the_server_tells_the_logprob_of_one() -> None:
     generation = scored(output_token_logprobs=[[-0.1, 12, None]])
     assert (generation.tokens, generation.logprobs, generation.versions) == ([], [], [])
+
+
+@pytest.mark.parametrize("body", ["", "starting", "[]", "{}", '{"weight_version": "default"}'])
+def test_a_server_that_does_not_say_which_version_it_holds_is_an_error_of_this_engine(body: str) -> None:
+    """Fault: an error of another kind ended whoever looked at an expired lease's engines, and weights stayed held."""
+
+    async def say(_: web.Request) -> web.StreamResponse:
+        return web.Response(text=body)
+
+    with pytest.raises(EngineError, match=r"/model_info: the server's weight_version is"):
+        OldServer(model_info=say).ask(lambda client: client.weight_version())
