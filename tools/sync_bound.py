@@ -15,7 +15,7 @@ from scipy.sparse import coo_array
 from slimerl.resharding.boxes import Box
 from slimerl.resharding.families import family_of
 from slimerl.resharding.families.scales import scale_name
-from slimerl.resharding.planner import SyncShape
+from slimerl.resharding.planner import SyncShape, Topology
 
 GIB = 2.0**30
 """HiGHS wants numbers near 1."""
@@ -28,7 +28,7 @@ def linear_bound(shape: SyncShape) -> float:
     entering = _bytes_of_nodes(shape)
     # Variables: x for each (group, owner), y for each (node of a replica, NIC), and the time t.
     pairs = [(group, rank) for group, owners in enumerate(owned) for rank in sorted(owners)]
-    slots = topology.slots
+    slots = _nics_of_emptiest_node(topology)
     count = len(pairs) + len(entering) * slots
     group, rank = (np.array(column) for column in zip(*pairs, strict=True))
     speed = topology.nic_bytes_per_s / GIB
@@ -51,6 +51,14 @@ def linear_bound(shape: SyncShape) -> float:
     if not found.success:
         raise RuntimeError(f"no bound: {found.message}")
     return float(found.x[-1])
+
+
+def _nics_of_emptiest_node(topology: Topology) -> int:
+    """Of those that an engine is on: what enters each of several nodes enters that one, too."""
+    living = [int(replica not in topology.dead) for replica in range(topology.replicas)]
+    starts = range(0, topology.replicas, topology.copies_per_node)
+    engines = [sum(living[start : start + topology.copies_per_node]) for start in starts]
+    return min(filter(None, engines)) * topology.slots // topology.copies_per_node
 
 
 def _owned_bytes(shape: SyncShape) -> dict[frozenset[int], int]:

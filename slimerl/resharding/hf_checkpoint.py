@@ -104,7 +104,7 @@ def _open_file(path: Path) -> Any:
         # safetensors calls every file missing that it cannot open
         path.open("rb").close()
         return safe_open(path, framework="pt").__enter__()
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path} (missing, torn or no safetensors file): {error}") from error
 
 

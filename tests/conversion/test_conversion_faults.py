@@ -60,6 +60,13 @@ def test_a_tensor_that_the_index_lacks_is_named(tmp_path, given):
     refused(given, tmp_path / "target", r"disagree about model\.layers\.1\.mlp\.gate\.weight")
 
 
+def test_an_index_that_names_a_file_that_cannot_be_is_refused(tmp_path, given):
+    index = json.loads((given / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.norm.weight"] = "a\0b"
+    (given / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(given, tmp_path / "target", "cannot read .*embedded null byte")
+
+
 def test_a_tensor_that_is_in_no_file_is_named(tmp_path):
     model = write_checkpoint(tmp_path / "given", "qwen3")
     tensors = all_tensors(model)

@@ -70,6 +70,10 @@ def test_the_water_level_is_the_linear_programs(seed, density):
         (WIDE_MOE, MegatronLayout(2, 4, expert=8, expert_tensor=1), EngineLayout(8, 8, 8), 3),
         (WIDE_MOE, MegatronLayout(1, 4, expert=2, expert_tensor=2), EngineLayout(2, 2), 8),
         (WIDE_MOE, MegatronLayout(1, 2, expert=2), EngineLayout(16, 8), 1),
+        # nodes that are not full
+        (WIDE, MegatronLayout(1, 4), EngineLayout(2), 3),
+        (WIDE, MegatronLayout(1, 4), EngineLayout(1), 9),
+        (WIDE_MOE, MegatronLayout(1, 8, expert=4), EngineLayout(4, 2), 3),
     ],
 )
 def test_the_fullest_nic_is_within_one_percent_of_a_linear_program(config, train, engine, replicas):

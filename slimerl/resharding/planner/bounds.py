@@ -10,7 +10,7 @@ import numpy as np
 
 from slimerl.resharding.planner.atoms import Atoms
 from slimerl.resharding.planner.ranks import some
-from slimerl.resharding.planner.topology import Topology
+from slimerl.resharding.planner.topology import Nodes, Topology
 from slimerl.resharding.planner.waterfill import FloatArray
 
 
@@ -36,19 +36,24 @@ class Bounds:
         return max(names, key=lambda name: names[name])
 
 
-def ingress_bound(atoms: Atoms, speeds: FloatArray) -> float:
-    """`speeds`: [classes, slots]. A node takes in what its GPUs want once, by all its NICs."""
-    nodes = some(atoms.demands, 2)
-    entering = np.bincount(atoms.demand, weights=atoms.nbytes, minlength=len(nodes))
-    return float((entering @ nodes / speeds.sum(axis=1)).max())
+def ingress_bound(atoms: Atoms, nodes: Nodes, speeds: FloatArray) -> float:
+    """`speeds`: [NICs]. A node takes in what its GPUs want once, by the NICs of those that are there."""
+    wanted = some(atoms.demands, 2)
+    entering = np.bincount(atoms.demand, weights=atoms.nbytes, minlength=len(wanted))
+    by_node = np.where(nodes.nic >= 0, speeds[nodes.nic], 0.0).sum(axis=2)
+    return float((entering @ wanted / by_node.min(axis=0)).max())
 
 
-def fan_out_bound(atoms: Atoms, topology: Topology) -> float:
+def fan_out_bound(atoms: Atoms, nodes: Nodes, nvlink_bytes_per_s: float) -> float:
     """What a node's GPUs want beyond one copy has to come from a neighbour, over the NVLink of all of them."""
     entering = np.bincount(atoms.demand, weights=atoms.nbytes, minlength=len(atoms.demands))
-    takers = atoms.demands.sum(axis=2)
-    beyond = entering @ np.maximum(takers - 1, 0)
-    return float(beyond.max() / (topology.slots * topology.nvlink_bytes_per_s))
+    most = 0.0
+    # engines are whole, so that nodes differ in a few ways at most
+    for present in np.unique(nodes.nic >= 0, axis=0):
+        takers = (atoms.demands & present).sum(axis=2)
+        beyond = entering @ np.maximum(takers - 1, 0)
+        most = max(most, float((beyond / present.sum(axis=1)).max()))
+    return most / nvlink_bytes_per_s
 
 
 def colocated_ingress_bound(atoms: Atoms, topology: Topology) -> float:

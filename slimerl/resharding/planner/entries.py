@@ -4,6 +4,8 @@ Flows in: parcels with the GPUs that want them, NIC speeds. Flows out: one slot 
 all its nodes at the same slot (NIC n talks to NIC n: one rail), and no slot of a node is much fuller than the others.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from slimerl.resharding.planner.parcels import Parcels
@@ -21,8 +23,18 @@ def slot_speeds(nodes: Nodes, speeds: FloatArray) -> FloatArray:
     return speeds[nodes.entry].min(axis=0)
 
 
-def choose_entries(parcels: Parcels, speeds: FloatArray) -> IntArray:
-    """The slot of each parcel; `speeds`: [classes, slots]."""
+def choose_entries(parcels: Parcels, nodes: Nodes, nic_speeds: FloatArray) -> IntArray:
+    """The slot of each parcel, one that every node has where there is such: the NIC in the place of an absent one
+    would take in both shares, and be the fullest of all. `nic_speeds`: [NICs]."""
+    speeds = slot_speeds(nodes, nic_speeds)
+    everywhere = np.flatnonzero((nodes.nic >= 0).all(axis=(0, 1)))
+    if not len(everywhere):
+        return _entries(parcels, speeds)
+    return everywhere[_entries(replace(parcels, routes=parcels.routes[:, :, everywhere]), speeds[:, everywhere])]
+
+
+def _entries(parcels: Parcels, speeds: FloatArray) -> IntArray:
+    """`speeds`: [classes, slots]."""
     classes = parcels.nodes_of_route
     # A GPU serves a route well where it wants the parcel in every class of nodes that takes it.
     wanted = ~some(~parcels.routes & classes[:, :, None], 1)

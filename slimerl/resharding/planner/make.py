@@ -14,7 +14,7 @@ from slimerl.resharding.layouts import ModuleNames
 from slimerl.resharding.planner.atoms import Atoms, spell_out
 from slimerl.resharding.planner.bounds import Bounds, fan_out_bound, ingress_bound
 from slimerl.resharding.planner.cover import check_cover
-from slimerl.resharding.planner.entries import choose_entries, slot_speeds
+from slimerl.resharding.planner.entries import choose_entries
 from slimerl.resharding.planner.parcels import (
     Fragments,
     Parcels,
@@ -58,7 +58,8 @@ def make_template(shape: SyncShape) -> PlanTemplate:
     atoms = spell_out(model, records, train, engine, topology, options.granule_rows)
     speeds = topology.nic_speeds()
     nodes = engine_nodes(topology)
-    bounds = Bounds(0.0, ingress_bound(atoms, slot_speeds(nodes, speeds)), fan_out_bound(atoms, topology))
+    ingress = ingress_bound(atoms, nodes, speeds)
+    bounds = Bounds(0.0, ingress, fan_out_bound(atoms, nodes, topology.nvlink_bytes_per_s))
     classes = some(atoms.demands, 2).sum(axis=1)[atoms.demand]
     levelled, weight = _level(atoms, np.ones_like(classes), speeds[: train.ranks])
     bounds = replace(bounds, egress_s=levelled.bound_s)
@@ -113,7 +114,7 @@ def make_plan(shape: SyncShape, template: PlanTemplate | None = None) -> Plan:
 def _plan(shape: SyncShape, template: PlanTemplate, nodes: Nodes, aim: float) -> Plan:
     longest = max(len(ring) for ring in nodes.rings)
     fragments, parcels = _parcels(shape, template, longest, aim)
-    slot = choose_entries(parcels, slot_speeds(nodes, shape.topology.nic_speeds()))
+    slot = choose_entries(parcels, nodes, shape.topology.nic_speeds())
     if longest > 1:
         least = _least_stripe(shape.options, float(parcels.nbytes.max()) * 10)
         counts = finer_at_the_end(parcels, slot, longest, shape.options.last_turn_pieces, least)
