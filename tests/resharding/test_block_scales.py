@@ -142,7 +142,10 @@ def test_w11_an_ignored_module_may_be_named_from_its_middle_on_as_the_engine_doe
     config = LARGE | {"quantization_config": FP8 | {"modules_to_not_convert": [ignored]}}
     everything = family_of(config).logical_tensors(config, form=Form(scales=BlockScales.of(config)))
     tensors = {tensor.name: tensor.dtype for tensor in everything if tensor.name.endswith("_proj.weight")}
-    whole = {tensor.name: tensor.dtype for tensor in family_of(config).logical_tensors(config, form=Form(scales=BlockScales.of(LARGE)))}
+    whole = {
+        tensor.name: tensor.dtype
+        for tensor in family_of(config).logical_tensors(config, form=Form(scales=BlockScales.of(LARGE)))
+    }
     layers = range(config["num_hidden_layers"])
     left_out = tuple(f"model.layers.{plain.format(layer=layer)}." for layer in layers) if plain else ()
     expected = {name: torch.float32 if name.startswith(left_out) else whole[name] for name in tensors}

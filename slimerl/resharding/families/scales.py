@@ -99,11 +99,10 @@ class BlockScales:
             for expert in range(weight.experts if names_experts else 1)
         ]
         if any(ignored) and not all(ignored):
-            number = ignored.index(True)
+            left_out = weight.name.format(layer=layer, expert=ignored.index(True))
             raise ConfigError(
-                f"config.json: quantization_config leaves out {weight.name.format(layer=layer, expert=number)}, but not "
-                f"expert {ignored.index(False)} of the same layer, which the engine holds in one parameter with it; "
-                "leave out all of them or none"
+                f"config.json: quantization_config leaves out {left_out}, but not expert {ignored.index(False)} of the "
+                "same layer, which the engine holds in one parameter with it; leave out all of them or none"
             )
         return not ignored[0]
 
