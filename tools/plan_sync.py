@@ -68,7 +68,10 @@ _FORMS = {
 def _value(key: str, text: str, kind: type) -> Any:
     """Raises ValueError or KeyError."""
     if key == "stage_layers":
-        return tuple(tuple(map(int, chunk.split("/"))) for chunk in text.split("|"))
+        chunks = tuple(tuple(map(int, chunk.split("/"))) for chunk in text.split("|"))
+        if min(map(min, chunks)) < 0:
+            raise ValueError
+        return chunks
     if key == "names":
         return ModuleNames(text)
     if key == "expert_map":

@@ -159,8 +159,6 @@ class MegatronLayout:
             raise LayoutError(
                 f"stage_layers {self.stage_layers} must have {self.virtual} chunks of {self.pipeline} stages each"
             )
-        if any(count < 0 for chunk in self.stage_layers or () for count in chunk):
-            raise LayoutError(f"stage_layers {self.stage_layers}: a stage has no layer or some")
         if self.prediction_stage is not None and not 0 <= self.prediction_stage < self.pipeline:
             raise LayoutError(f"prediction_stage {self.prediction_stage} is none of {self.pipeline} stages")
 
@@ -316,8 +314,6 @@ class EngineLayout:
 
     def __post_init__(self) -> None:
         check_sizes(self, "redundant_experts")
-        if self.redundant_experts < 0:
-            raise LayoutError(f"redundant_experts = {self.redundant_experts} must be at least 0")
         divide(self.tensor, self.expert * self.data_expert, "engine tensor over expert * data_expert")
         divide(
             self.tensor,
