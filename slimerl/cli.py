@@ -196,13 +196,14 @@ def prepare(
     from slimerl.conductor.reach import reach_faults
     from slimerl.conductor.run import RunDirectoryTaken
     from slimerl.conductor.run import prepare as make_ready
+    from slimerl.telemetry.run_log import RecordDamaged
 
     loaded = _loaded(spec, overrides)
     if cluster and (faults := list(reach_faults(loaded, loaded.trainer_nodes + loaded.engine_nodes))):
         _fail("\n".join(faults), 2)
     try:
         typer.echo(make_ready(loaded, fresh))
-    except RunDirectoryTaken as error:
+    except (RunDirectoryTaken, RecordDamaged) as error:
         _fail(str(error), 2)
 
 
@@ -302,12 +303,14 @@ def trace(run_dir: RunDirectory) -> None:
 
     A run does this at its end by itself; this shows one that still goes on.
     """
-    from slimerl.telemetry.perfetto import TraceError, write_trace
+    from slimerl.telemetry.perfetto import TRACE_FILE, TraceError, write_trace
 
     try:
         Console(markup=False).print(f"{write_trace(run_dir)}: open it in https://ui.perfetto.dev", soft_wrap=True)
     except TraceError as error:
         _fail(str(error), 2)
+    except OSError as error:
+        _fail(f"{run_dir / TRACE_FILE} cannot be written: {error}", 2)
 
 
 def _loaded(path: Path, overrides: list[str] | None) -> RunSpec:

@@ -95,8 +95,10 @@ def _published(key: str, path: Path, directory: Path) -> Config:
     file = directory / "models" / f"{path.name}.json"
     try:
         config: Config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds {type(config).__name__}, not an object")
         return config
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         known = ", ".join(sorted(each.stem for each in file.parent.glob("*.json"))) or "none"
         raise UnsupportedModel(
             f"{key}: {path}: {file} cannot be read ({error}); --plan-only takes the model's config.json from there "

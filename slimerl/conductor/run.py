@@ -28,7 +28,7 @@ from slimerl.telemetry.perfetto import TRACE_FILE, TraceError, write_trace
 from slimerl.telemetry.progress import ProgressView
 from slimerl.telemetry.report import final_table
 from slimerl.telemetry.resources import RESOURCES_DIR
-from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, exported, read_records
+from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, exported, newest_step, read_records
 from slimerl.telemetry.trace import TRACE_DIR
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE, complete_steps, unusable_names
 
@@ -68,6 +68,7 @@ def run(spec: RunSpec, console: Console, fresh: bool = False) -> None:
 
     Raises:
         RunDirectoryTaken: another run is using the directory, or an earlier one left a record that cannot go on.
+        RecordDamaged: a line of that record is none.
         RoleFailed: a role ended early.
         KeyboardInterrupt, Terminated: asked to stop; every role has been ended. On SIGTERM the run saves first.
     """
@@ -116,7 +117,7 @@ def prepare(spec: RunSpec, fresh: bool = False) -> Path:
     """What `run` does before it starts roles, for a launcher that starts them by itself; returns the file they read.
 
     Raises:
-        RunDirectoryTaken: as `run`.
+        RunDirectoryTaken, RecordDamaged: as `run`.
     """
     with _claimed(spec, fresh) as run_dir:
         spec_file = run_dir / SPEC_FILE
@@ -239,6 +240,7 @@ def _goes_on(run_dir: Path) -> bool:
 
     Raises:
         RunDirectoryTaken: it left a record that cannot be gone on with.
+        RecordDamaged: a line of the record is none.
     """
     complete, unusable = complete_steps(run_dir / CHECKPOINTS_DIR), unusable_names(run_dir / CHECKPOINTS_DIR)
     if not (run_dir / METRICS_FILE).exists() and not complete and not unusable:
@@ -249,4 +251,5 @@ def _goes_on(run_dir: Path) -> bool:
     if not complete:
         only = f" that can be used, only {', '.join(unusable)}" if unusable else ""
         raise RunDirectoryTaken(f"{run_dir} holds the record of an earlier run, but no checkpoint of it{only}; {ways}")
+    newest_step(run_dir)  # raises where the trainer could not go on with it
     return True
