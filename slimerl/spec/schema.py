@@ -281,6 +281,12 @@ class RunSpec(Strict):
     resilience: ResilienceSpec = ResilienceSpec()
     deadlines: DeadlineSpec = DeadlineSpec()
 
+    @model_validator(mode="after")
+    def _evaluation_has_rows(self) -> "RunSpec":
+        if self.evaluation.every_steps and self.data.eval_path is None:
+            raise ValueError("evaluation.every_steps needs held-out rows: set data.eval_path, or leave it out")
+        return self
+
     @property
     def run_dir(self) -> Path:
         return self.output_dir if self.output_dir is not None else Path("runs") / self.name

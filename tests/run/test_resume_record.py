@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from typer.testing import CliRunner
 
+from slimerl.cli import app
 from slimerl.conductor.run import RunDirectoryTaken, _claimed
-from slimerl.spec.load import spec_from_tree
+from slimerl.spec.load import dump_spec, spec_from_tree
 from slimerl.telemetry import RunLog, read_records
 from slimerl.telemetry.progress import Tail
-from slimerl.telemetry.run_log import RecordDamaged
+from slimerl.telemetry.run_log import RESTARTED, RecordDamaged, append_event
 
 
 def spec_in(run_dir, **sections):
@@ -169,3 +171,36 @@ def test_a_broken_line_within_a_record_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join([lines[0][:9], lines[1], ""]))
     with pytest.raises(RecordDamaged, match=r"metrics.jsonl, line 1 is no record"):
         read_records(tmp_path / "metrics.jsonl")
+
+
+def torn(file):
+    with file.open("a") as lines:
+        lines.write('{"step": 5, "pha')
+
+
+def test_a_restart_is_noted_behind_a_line_that_the_writer_left_torn(tmp_path):
+    """Injected: the trainer was killed, or its disk was full, in the middle of an event."""
+    record(tmp_path, 0, 1, exported=True)
+    torn(tmp_path / "events.jsonl")
+    append_event(tmp_path, 1, "note", RESTARTED, "the trainer was killed", alone=True)
+    assert [each.get("name") for each in read_records(tmp_path / "events.jsonl")] == [None, None, RESTARTED]
+
+
+RUN_TOGETHER = '{"step": 1, "ti{"step": 2}'
+
+
+@pytest.mark.parametrize(
+    ("broken", "line"),
+    [("events.jsonl", RUN_TOGETHER), ("metrics.jsonl", RUN_TOGETHER), ("metrics.jsonl", '{"time": 1.0}')],
+)
+def test_a_broken_record_is_told_before_roles_start(tmp_path, broken, line):
+    """Injected: two lines that ran into each other; a record of no step."""
+    earlier_run(tmp_path)
+    with (tmp_path / broken).open("a") as lines:
+        lines.write(f"{line}\n")
+    (tmp_path / "spec.yaml").write_text(dump_spec(spec_in(tmp_path)))
+    result = CliRunner().invoke(app, ["prepare", str(tmp_path / "spec.yaml")])
+    assert result.exit_code == 2
+    [said] = result.stderr.splitlines()
+    assert f"{broken}, line " in said
+    assert said.endswith("remove the line, or the file")

@@ -205,6 +205,7 @@ def test_a_value_that_cannot_be_is_one_line_in_the_file_and_in_an_override(minim
         ("output_dir: [a]", "output_dir: a path is text (found ['a'])"),
         ("engine: {extra_args: --a}", "engine.extra_args: input should be a list"),
         ("rollout: {temperature: 1e-7}", "rollout.temperature: input should be greater than or equal to"),
+        ("evaluation: {every_steps: 5}", "evaluation.every_steps needs held-out rows: set data.eval_path"),
     ],
 )
 def test_s1_what_is_no_key_or_value_is_told_as_it_is_written_on_one_short_line(minimal, written, told):
