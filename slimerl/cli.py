@@ -235,7 +235,7 @@ def stop(run_dir: RunDirectory) -> None:
     Exit code 0: it is asked to; if its checkpoint fails, the run itself ends with an error. 2: RUN_DIR is no run's
     directory, no run holds it now, or the run keeps no checkpoints.
     """
-    from slimerl.conductor.run import SPEC_FILE, is_held
+    from slimerl.conductor.run import SPEC_FILE
     from slimerl.training.checkpoint.directory import STOP_FILE
 
     spec_file = run_dir / SPEC_FILE
@@ -243,7 +243,7 @@ def stop(run_dir: RunDirectory) -> None:
         _fail(f"{run_dir} is no run's directory: it has no spec.yaml", 2)
     if not _loaded(spec_file, None).checkpoint.every_steps:
         _fail(f"the run of {run_dir} keeps no checkpoints (checkpoint.every_steps = 0); end it with Ctrl-C", 2)
-    if not is_held(run_dir):
+    if not _held(run_dir):
         _fail(
             f"no run holds {run_dir}/lock: there is nothing to stop. Roles that were started one by one, or on a file "
             f"system that does not carry locks between machines, are asked by: touch {run_dir / STOP_FILE}",
@@ -268,7 +268,7 @@ def list_engines(run_dir: RunDirectory) -> None:
 
 
 @engines_app.command("add")
-def add_engines(run_dir: RunDirectory, count: Annotated[int, typer.Option(min=1)] = 1) -> None:
+def add_engines(run_dir: RunDirectory, count: Annotated[int, typer.Option(min=1, max=10_000)] = 1) -> None:
     """Start COUNT more engines in the run of RUN_DIR, which `slimerl run` runs; they serve after a weight sync."""
     _ask_for_engines(run_dir, add=count)
 
@@ -283,10 +283,9 @@ def remove_engines(
 
 def _ask_for_engines(run_dir: Path, add: int = 0, remove: list[str] | None = None) -> None:
     from slimerl.conductor.elastic import EngineRequest, ask
-    from slimerl.conductor.run import is_held
     from slimerl.resilience.deadline import DeadlineExceeded
 
-    if not run_dir.is_dir() or not is_held(run_dir):
+    if not run_dir.is_dir() or not _held(run_dir):
         _fail(f"no run holds {run_dir}: is it the directory of a run that goes on?", 2)
     try:
         answer = ask(run_dir, EngineRequest(add, remove or []), ENGINES_S)
@@ -311,6 +310,15 @@ def trace(run_dir: RunDirectory) -> None:
         _fail(str(error), 2)
     except OSError as error:
         _fail(f"{run_dir / TRACE_FILE} cannot be written: {error}", 2)
+
+
+def _held(run_dir: Path) -> bool:
+    from slimerl.conductor.run import RunDirectoryTaken, is_held
+
+    try:
+        return is_held(run_dir)
+    except RunDirectoryTaken as error:
+        _fail(str(error), 2)
 
 
 def _loaded(path: Path, overrides: list[str] | None) -> RunSpec:

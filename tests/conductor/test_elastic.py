@@ -1,6 +1,7 @@
 """Engines by command: what is asked is done or refused with a reason, and whoever asks is answered."""
 
 import os
+import re
 import sys
 import threading
 
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from slimerl.cli import app
 from slimerl.conductor.elastic import REQUESTS_DIR, ElasticEngines, EngineAnswer, EngineRequest, ask
+from slimerl.conductor.preflight import machine
 from slimerl.conductor.roles import RoleCommand, role_commands
 from slimerl.conductor.supervise import RoleProcess, end_all
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
@@ -63,12 +65,27 @@ def test_an_engine_that_is_removed_ends_and_the_others_stay(conductor):
     assert list((spec.run_dir / REQUESTS_DIR).iterdir()) == []
 
 
-def test_an_engine_that_is_added_has_a_number_of_its_own_and_stands_before_the_trainer(conductor):
+def test_an_engine_that_is_added_has_a_number_of_its_own_and_stands_before_the_trainer(conductor, monkeypatch):
     spec, roles = conductor
+    # how much this machine has free just now is not what is tested here
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 64 * 2**30)
     assert ask(spec.run_dir, EngineRequest(add=1), 20).engines == ["engine-2"]
     assert [role.role.name for role in roles] == ["engine-0", "engine-1", "engine-2", "trainer"]
     expected = [command for command in role_commands(spec, spec.run_dir) if command.engine_id][-1].command
     assert roles[2].role.command[:3] == expected[:3]
+
+
+def test_an_engine_that_is_named_twice_is_removed_once(conductor):
+    spec, roles = conductor
+    assert ask(spec.run_dir, EngineRequest(remove=["engine-0", "engine-0"]), 20) == EngineAnswer(["engine-0"])
+    assert [role.role.name for role in roles] == ["engine-1", "trainer"]
+
+
+def test_more_engines_than_the_memory_holds_are_refused_and_none_starts(conductor):
+    spec, roles = conductor
+    refused = ask(spec.run_dir, EngineRequest(add=1_000_000), 20).refused
+    assert re.match(r"1000000 engines need about [0-9.]+ GiB of memory, [0-9.]+ GiB are available; add fewer", refused)
+    assert len(roles) == 3
 
 
 def test_a_file_that_is_no_request_is_answered(conductor):

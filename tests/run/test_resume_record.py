@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slimerl.cli import app
-from slimerl.conductor.run import RunDirectoryTaken, _claimed
+from slimerl.conductor.run import RunDirectoryTaken, _claimed, _clear
 from slimerl.spec.load import dump_spec, spec_from_tree
 from slimerl.telemetry import RunLog, read_records
 from slimerl.telemetry.progress import Tail
@@ -204,3 +204,27 @@ def test_a_broken_record_is_told_before_roles_start(tmp_path, broken, line):
     [said] = result.stderr.splitlines()
     assert f"{broken}, line " in said
     assert said.endswith("remove the line, or the file")
+
+
+@pytest.mark.parametrize("command", [["stop"], ["engines", "add"]])
+def test_a_lock_that_cannot_be_asked_is_one_line(tmp_path, command):
+    (tmp_path / "lock").mkdir()
+    (tmp_path / "spec.yaml").write_text(dump_spec(spec_in(tmp_path)))
+    result = CliRunner().invoke(app, [*command, str(tmp_path)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"{tmp_path}/lock cannot be asked whether a run holds it: ")
+
+
+def test_a_file_in_the_place_of_the_run_directory_is_named(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(RunDirectoryTaken, match="run cannot be the directory of a run"), _claimed(
+        spec_in(tmp_path / "run"), fresh=False
+    ):
+        pass
+
+
+def test_a_run_that_starts_over_from_its_beginning_keeps_what_its_roles_said(tmp_path):
+    earlier_run(tmp_path)
+    _clear(spec_in(tmp_path), goes_on=False, keeps_logs=True)
+    assert steps_of(tmp_path) == []
+    assert (tmp_path / "logs" / "trainer.log").read_text() == "before\n"
