@@ -242,7 +242,7 @@ class NotOurs(ValueError):
 
 
 def emptied(out: Path) -> None:
-    """Make OUT an empty directory. Raises NotOurs: it holds more than an earlier call left there; nothing is removed."""
+    """Make OUT an empty directory. Raises NotOurs, and removes nothing: it holds what no earlier call left there."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise NotOurs(f"--out {out} is no directory; choose another")
     left = sorted(out.iterdir()) if out.exists() else []

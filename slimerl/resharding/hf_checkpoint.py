@@ -164,7 +164,9 @@ def check_keys(
         if checkpoint.shape(name) != shape:
             raise CheckpointError(f"{where}: {name} has shape {checkpoint.shape(name)}, config.json says {shape}")
         if not checkpoint.holds_reals(name):
-            raise CheckpointError(f"{where}: {name} holds whole numbers, which are no weights; fetch it again unquantised")
+            raise CheckpointError(
+                f"{where}: {name} holds whole numbers, which are no weights; fetch it again unquantised"
+            )
     for name in sorted(aliases.keys() & checkpoint.keys()):
         if not torch.equal(checkpoint[name], checkpoint[aliases[name]]):
             raise CheckpointError(f"{where}: {name} should repeat {aliases[name]} (tied), but it differs")

@@ -83,7 +83,7 @@ def model_arguments(config: Mapping[str, Any]) -> ModelArguments:
     _refuse_what_cannot_be_built(reader)
     rotary = read_rotary(reader, family.partial_rotary)
     layers = reader.integer("num_hidden_layers", most=MOST_LAYERS)
-    transformer = {
+    transformer: dict[str, Any] = {
         "num_layers": layers,
         "hidden_size": reader.integer("hidden_size"),
         "ffn_hidden_size": reader.integer("intermediate_size"),

@@ -47,7 +47,9 @@ def read_rotary(config: ConfigReader, partial: float | None = None) -> Rotary:
         at_least(1, "rope_theta", base)
     percent = _number(config, "partial_rotary_factor", stated, older)
     if percent is not None and not 0 < percent <= 1:
-        raise UnsupportedModel(f"config.json: partial_rotary_factor = {percent} is no share of a head, above 0 and up to 1")
+        raise UnsupportedModel(
+            f"config.json: partial_rotary_factor = {percent} is no share of a head, above 0 and up to 1"
+        )
     if partial is None and percent not in (None, 1.0):
         raise UnsupportedModel(f"config.json: partial_rotary_factor = {percent} is not supported, only 1")
     if stated and older and _scaling(stated) != _scaling(older):
@@ -120,8 +122,8 @@ def check_rotated(width: int, percent: float) -> None:
     rotated = int(width * percent)
     if not rotated or rotated + rotated % 2 > width:
         raise UnsupportedModel(
-            f"config.json: {rotated} of {width} elements of a head are rotated (head_dim or qk_rope_head_dim), but rotary "
-            "embeddings turn pairs of them; correct that"
+            f"config.json: {rotated} of {width} elements of a head are rotated (head_dim or qk_rope_head_dim), but "
+            "rotary embeddings turn pairs of them; correct that"
         )
 
 

@@ -217,8 +217,9 @@ def test_a_lock_that_cannot_be_asked_is_one_line(tmp_path, command):
 
 def test_a_file_in_the_place_of_the_run_directory_is_named(tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(RunDirectoryTaken, match="run cannot be the directory of a run"), _claimed(
-        spec_in(tmp_path / "run"), fresh=False
+    with (
+        pytest.raises(RunDirectoryTaken, match="run cannot be the directory of a run"),
+        _claimed(spec_in(tmp_path / "run"), fresh=False),
     ):
         pass
 

@@ -198,7 +198,10 @@ def test_a_value_that_cannot_be_is_one_line_in_the_file_and_in_an_override(minim
     ("written", "told"),
     [
         ("rollout: {<<: {samples_per_prompt: 4}}", "unknown key 'rollout.<<'; a run spec has no merge keys"),
-        ("training.parallel.tensor: 2", "unknown key 'training.parallel.tensor'; in a file each section stands by itself"),
+        (
+            "training.parallel.tensor: 2",
+            "unknown key 'training.parallel.tensor'; in a file each section stands by itself",
+        ),
         ('"a\\nb\\e[31m": 1', r"unknown key 'a\nb\x1b[31m'"),
         (f"seed: {'x' * 5000}", f"(found '{'x' * 79}…)"),
         ("output_dir: ''", "output_dir: a path is not empty"),

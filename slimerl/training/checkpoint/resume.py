@@ -120,8 +120,8 @@ def _check_steps(found: Resumed, steps: int) -> None:
     """Otherwise a model that has seen more steps would be exported as that of fewer."""
     if found.step > steps:
         raise ResumeError(
-            f"{found.directory} is of step {found.step}, but training.steps = {steps}; raise it to {found.step} or more, "
-            "start anew with --fresh, or set output_dir=…"
+            f"{found.directory} is of step {found.step}, but training.steps = {steps}; raise it to {found.step} or "
+            "more, start anew with --fresh, or set output_dir=…"
         )
 
 
