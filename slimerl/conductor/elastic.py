@@ -101,11 +101,11 @@ class ElasticEngines:
         try:
             needed = _host_bytes(larger) - _host_bytes(self._spec)
         except ValueError as error:
-            return f"what {more} engines need cannot be told: {error}"
+            return f"what {more} more would need cannot be told: {error}"
         if needed <= (available := available_memory_bytes()):
             return ""
         return (
-            f"{more} engines need about {needed / GIB:.1f} GiB of memory, {available / GIB:.1f} GiB are available; add "
+            f"{more} more would need about {needed / GIB:.1f} GiB of memory, {available / GIB:.1f} GiB are available; add "
             "fewer, or end other programs"
         )
 
