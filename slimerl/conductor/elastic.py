@@ -105,8 +105,8 @@ class ElasticEngines:
         if needed <= (available := available_memory_bytes()):
             return ""
         return (
-            f"{more} more would need about {needed / GIB:.1f} GiB of memory, {available / GIB:.1f} GiB are available; add "
-            "fewer, or end other programs"
+            f"{more} more would need about {needed / GIB:.1f} GiB of memory, {available / GIB:.1f} GiB are available; "
+            "add fewer, or end other programs"
         )
 
     def _add(self, count: int, roles: list[RoleProcess]) -> list[str]:

@@ -31,7 +31,9 @@ class Failing:
     def close(self) -> None: ...
 
 
-def ranks_syncing(failures: int, status: Status | Exception, other: Exception | None) -> tuple[list[Failing], list[object]]:
+def ranks_syncing(
+    failures: int, status: Status | Exception, other: Exception | None
+) -> tuple[list[Failing], list[object]]:
     """Two ranks, the first of which coordinates; each one's part, and its result or error."""
     parts = [Failing(failures, NoEngineLeft("engine-0 died")), Failing(failures, other)]
     barrier, told, results = threading.Barrier(2, timeout=20), [False], list[object]([None, None])
