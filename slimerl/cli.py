@@ -196,13 +196,14 @@ def prepare(
     from slimerl.conductor.reach import reach_faults
     from slimerl.conductor.run import RunDirectoryTaken
     from slimerl.conductor.run import prepare as make_ready
+    from slimerl.telemetry.run_log import RecordDamaged
 
     loaded = _loaded(spec, overrides)
     if cluster and (faults := list(reach_faults(loaded, loaded.trainer_nodes + loaded.engine_nodes))):
         _fail("\n".join(faults), 2)
     try:
         typer.echo(make_ready(loaded, fresh))
-    except RunDirectoryTaken as error:
+    except (RunDirectoryTaken, RecordDamaged) as error:
         _fail(str(error), 2)
 
 
@@ -234,7 +235,7 @@ def stop(run_dir: RunDirectory) -> None:
     Exit code 0: it is asked to; if its checkpoint fails, the run itself ends with an error. 2: RUN_DIR is no run's
     directory, no run holds it now, or the run keeps no checkpoints.
     """
-    from slimerl.conductor.run import SPEC_FILE, is_held
+    from slimerl.conductor.run import SPEC_FILE
     from slimerl.training.checkpoint.directory import STOP_FILE
 
     spec_file = run_dir / SPEC_FILE
@@ -242,7 +243,7 @@ def stop(run_dir: RunDirectory) -> None:
         _fail(f"{run_dir} is no run's directory: it has no spec.yaml", 2)
     if not _loaded(spec_file, None).checkpoint.every_steps:
         _fail(f"the run of {run_dir} keeps no checkpoints (checkpoint.every_steps = 0); end it with Ctrl-C", 2)
-    if not is_held(run_dir):
+    if not _held(run_dir):
         _fail(
             f"no run holds {run_dir}/lock: there is nothing to stop. Roles that were started one by one, or on a file "
             f"system that does not carry locks between machines, are asked by: touch {run_dir / STOP_FILE}",
@@ -267,7 +268,7 @@ def list_engines(run_dir: RunDirectory) -> None:
 
 
 @engines_app.command("add")
-def add_engines(run_dir: RunDirectory, count: Annotated[int, typer.Option(min=1)] = 1) -> None:
+def add_engines(run_dir: RunDirectory, count: Annotated[int, typer.Option(min=1, max=10_000)] = 1) -> None:
     """Start COUNT more engines in the run of RUN_DIR, which `slimerl run` runs; they serve after a weight sync."""
     _ask_for_engines(run_dir, add=count)
 
@@ -282,10 +283,9 @@ def remove_engines(
 
 def _ask_for_engines(run_dir: Path, add: int = 0, remove: list[str] | None = None) -> None:
     from slimerl.conductor.elastic import EngineRequest, ask
-    from slimerl.conductor.run import is_held
     from slimerl.resilience.deadline import DeadlineExceeded
 
-    if not run_dir.is_dir() or not is_held(run_dir):
+    if not run_dir.is_dir() or not _held(run_dir):
         _fail(f"no run holds {run_dir}: is it the directory of a run that goes on?", 2)
     try:
         answer = ask(run_dir, EngineRequest(add, remove or []), ENGINES_S)
@@ -302,11 +302,22 @@ def trace(run_dir: RunDirectory) -> None:
 
     A run does this at its end by itself; this shows one that still goes on.
     """
-    from slimerl.telemetry.perfetto import TraceError, write_trace
+    from slimerl.telemetry.perfetto import TRACE_FILE, TraceError, write_trace
 
     try:
         Console(markup=False).print(f"{write_trace(run_dir)}: open it in https://ui.perfetto.dev", soft_wrap=True)
     except TraceError as error:
+        _fail(str(error), 2)
+    except OSError as error:
+        _fail(f"{run_dir / TRACE_FILE} cannot be written: {error}", 2)
+
+
+def _held(run_dir: Path) -> bool:
+    from slimerl.conductor.run import RunDirectoryTaken, is_held
+
+    try:
+        return is_held(run_dir)
+    except RunDirectoryTaken as error:
         _fail(str(error), 2)
 
 

@@ -36,6 +36,7 @@ from safetensors.torch import load_file
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.resilience.tied import tied_command
 from slimerl.samples.messages import EngineState, read_address
+from slimerl.spec import SpecError, load_spec
 from slimerl.telemetry import read_records
 from slimerl.telemetry.run_log import METRICS_FILE, newest_step
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps
@@ -48,6 +49,8 @@ ENGINE_S, ROLE_S = 45.0, 60.0
 POLL_S = 0.05
 COMMAND_S = 60.0
 START_S = 240.0
+LEFT = ("calm", "fire", "fire.log", "faults.jsonl")
+"""What a call leaves in its OUT."""
 COMPARED = ("train/loss", "rollout/mean_reward", "rollout/generated_tokens")
 
 console = Console(markup=False)
@@ -214,8 +217,11 @@ def main(
     chosen = [kind.strip() for kind in kinds.split(",")]
     if unknown := [kind for kind in chosen if kind not in KINDS]:
         raise typer.BadParameter(f"unknown kinds: {', '.join(unknown)}; there are {', '.join(KINDS)}")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    try:
+        load_spec(spec, overrides or ())
+        emptied(out)
+    except (SpecError, NotOurs) as error:
+        raise typer.BadParameter(str(error)) from None
     steps = steps_per_fault * faults
     own = [f"training.steps={steps}", f"checkpoint.every_steps={CHECKPOINT_STEPS}", *(overrides or ())]
     console.print(f"undisturbed: {steps} steps", highlight=False)
@@ -229,6 +235,22 @@ def main(
         console.print(problem, style="red", highlight=False)
     console.print(f"{len(survived)} faults survived, {len(problems)} problems", highlight=False)
     raise typer.Exit(1 if problems else 0)
+
+
+class NotOurs(ValueError):
+    """A directory holds what this program has not made."""
+
+
+def emptied(out: Path) -> None:
+    """Make OUT an empty directory. Raises NotOurs, and removes nothing: it holds what no earlier call left there."""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise NotOurs(f"--out {out} is no directory; choose another")
+    left = sorted(out.iterdir()) if out.exists() else []
+    if others := [path.name for path in left if path.name not in LEFT]:
+        raise NotOurs(f"--out {out} holds {', '.join(others[:3])}, which is not of this program; choose another")
+    for path in left:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def _command(spec: Path, overrides: Sequence[str], run_dir: Path) -> list[str]:

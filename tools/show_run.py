@@ -24,6 +24,7 @@ def main(
     console = Console(width=100, markup=False)
     try:
         records = read_records(run_dir / METRICS_FILE)
+        table = final_table(run_dir, run_dir.name)
     except RecordDamaged as error:
         raise typer.BadParameter(str(error)) from None
     if not records:
@@ -32,7 +33,7 @@ def main(
     if not drawn and metric != ACCURACY:
         recorded = ", ".join(sorted({name for record in records for name in record}))
         raise typer.BadParameter(f"{run_dir} has no finite value of a metric '{metric}'; it has {recorded}")
-    console.print(final_table(run_dir, run_dir.name))
+    console.print(table)
     evaluated = [record for record in records if "eval/accuracy" in record]
     if evaluated:
         points = "  ".join(f"{record['step']}: {record['eval/accuracy']:.1%}" for record in evaluated)

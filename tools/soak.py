@@ -21,7 +21,7 @@ from rich.table import Table
 
 from slimerl.resilience.tied import tied_command
 from slimerl.telemetry import read_records
-from slimerl.telemetry.run_log import METRICS_FILE
+from slimerl.telemetry.run_log import METRICS_FILE, RecordDamaged
 from slimerl.telemetry.slopes import robust_slope
 
 WARM_UP = 0.2
@@ -75,11 +75,12 @@ def main(
     """Run SPEC for many steps and say of each figure whether it is flat."""
     if (spec is None) == (record is None):
         raise typer.BadParameter("give either a SPEC to run, or the --record of a run that has been")
-    if spec is None:
-        verdicts = judge(read_records(Path(record or "") / METRICS_FILE))
-    else:
+    if spec is not None:
         _run(spec, [*(overrides or ()), f"training.steps={steps}"], out)
-        verdicts = judge(read_records(out / METRICS_FILE))
+    try:
+        verdicts = judge(read_records((record or out) / METRICS_FILE))
+    except RecordDamaged as error:
+        raise typer.BadParameter(str(error)) from None
     Console(width=None if sys.stdout.isatty() else 100).print(verdict_table(verdicts))
     raise typer.Exit(0 if all(verdict.flat for verdict in verdicts) else 1)
 

@@ -88,7 +88,26 @@ class ElasticEngines:
             return "that is every engine; one must stay"
         if request.add and has_cuda():
             return "the GPUs of this machine are those of the roles that the spec names; raise engine.replicas"
-        return ""
+        return self._too_large(request.add) if request.add else ""
+
+    def _too_large(self, more: int) -> str:
+        """For the memory of a machine without CUDA."""
+        # here: they import PyTorch, and this module in turn
+        from slimerl.conductor.preflight.machine import available_memory_bytes
+        from slimerl.training.memory_estimate import GIB
+
+        with_them = self._spec.engine.model_copy(update={"replicas": self._spec.engine.replicas + more})
+        larger = self._spec.model_copy(update={"engine": with_them})
+        try:
+            needed = _host_bytes(larger) - _host_bytes(self._spec)
+        except ValueError as error:
+            return f"what {more} more would need cannot be told: {error}"
+        if needed <= (available := available_memory_bytes()):
+            return ""
+        return (
+            f"{more} more would need about {needed / GIB:.1f} GiB of memory, {available / GIB:.1f} GiB are available; "
+            "add fewer, or end other programs"
+        )
 
     def _add(self, count: int, roles: list[RoleProcess]) -> list[str]:
         added = []
@@ -111,3 +130,14 @@ class ElasticEngines:
         for role in removed:
             self._say(f"{role.role.name} is removed; its requests go on elsewhere")
         return [role.role.name for role in removed]
+
+
+def _host_bytes(spec: RunSpec) -> int:
+    """Of all roles together. Raises ValueError: the model's `config.json` can no longer be read."""
+    from slimerl.conductor.estimate import estimate
+    from slimerl.training.capabilities import detect
+    from slimerl.training.engine_layout import engine_config
+    from slimerl.training.model_config import read_config
+
+    config = read_config(spec.model.path)
+    return estimate(spec, config, detect(), engine_config(spec, config)).host

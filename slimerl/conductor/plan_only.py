@@ -94,7 +94,7 @@ def published_configs(spec: RunSpec, directory: Path) -> tuple[Config, Config]:
 def _published(key: str, path: Path, directory: Path) -> Config:
     file = directory / "models" / f"{path.name}.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config: Config = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError(f"it holds {type(config).__name__}, not an object")
         return config

@@ -93,7 +93,7 @@ class RunRestarts:
 
     def record(self) -> None:
         """What `start_over` said, once the record of the start to come is there."""
-        record_restart(self._spec.run_dir, self._text)
+        record_restart(self._spec.run_dir, self._text, alone=True)
 
     def _impossible(self) -> str:
         run_dir = self._spec.run_dir
@@ -124,8 +124,8 @@ def _full_disk(run_dir: Path) -> str:
     return f"the disk of {run_dir} is full ({free} bytes free); make room and start it again" if free < NO_ROOM else ""
 
 
-def record_restart(run_dir: Path, text: str) -> None:
-    append_event(run_dir, max(0, newest_step(run_dir)), "note", RESTARTED, text)
+def record_restart(run_dir: Path, text: str, alone: bool = False) -> None:
+    append_event(run_dir, max(0, newest_step(run_dir)), "note", RESTARTED, text, alone)
 
 
 def has_cuda() -> bool:

@@ -28,7 +28,7 @@ from slimerl.telemetry.perfetto import TRACE_FILE, TraceError, write_trace
 from slimerl.telemetry.progress import ProgressView
 from slimerl.telemetry.report import final_table
 from slimerl.telemetry.resources import RESOURCES_DIR
-from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, exported, read_records
+from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, exported, newest_step, read_records
 from slimerl.telemetry.trace import TRACE_DIR
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE, complete_steps, unusable_names
 
@@ -39,11 +39,12 @@ LOCK = "lock"
 SPEC_FILE = "spec.yaml"
 _SYNC = "sync"
 """Buckets of `sync.transport: disk`."""
+LOGS_DIR = "logs"
 _FILES_OF_A_START = (TRACE_FILE, ADDRESS_FILE, STOP_FILE)
 _DIRECTORIES_OF_A_START = (TRACE_DIR, RESOURCES_DIR, REQUESTS_DIR)
 """Mean nothing to a run that goes on: an address of a service that is gone, a request to stop that came too late."""
 _FILES_OF_A_RECORD = (METRICS_FILE, EVENTS_FILE)
-_DIRECTORIES_OF_A_RECORD = ("tensorboard", "logs", CHECKPOINTS_DIR, DRAFTS_DIR)
+_DIRECTORIES_OF_A_RECORD = ("tensorboard", LOGS_DIR, CHECKPOINTS_DIR, DRAFTS_DIR)
 USED_NAMES = (
     LOCK,
     SPEC_FILE,
@@ -68,6 +69,7 @@ def run(spec: RunSpec, console: Console, fresh: bool = False) -> None:
 
     Raises:
         RunDirectoryTaken: another run is using the directory, or an earlier one left a record that cannot go on.
+        RecordDamaged: a line of that record is none.
         RoleFailed: a role ended early.
         KeyboardInterrupt, Terminated: asked to stop; every role has been ended. On SIGTERM the run saves first.
     """
@@ -96,7 +98,7 @@ def _run_until_done(spec: RunSpec, spec_file: Path, run_dir: Path, console: Cons
             return _run_roles(spec, spec_file, run_dir, console, Engines(spec, spec_file, say))
         except RoleFailed as failure:
             from_beginning = restarts.start_over(failure)
-            _clear(spec, goes_on=not from_beginning)
+            _clear(spec, goes_on=not from_beginning, keeps_logs=True)
             restarts.record()
 
 
@@ -116,7 +118,7 @@ def prepare(spec: RunSpec, fresh: bool = False) -> Path:
     """What `run` does before it starts roles, for a launcher that starts them by itself; returns the file they read.
 
     Raises:
-        RunDirectoryTaken: as `run`.
+        RunDirectoryTaken, RecordDamaged: as `run`.
     """
     with _claimed(spec, fresh) as run_dir:
         spec_file = run_dir / SPEC_FILE
@@ -131,7 +133,7 @@ def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console, 
     try:
         with trace.span("start roles"):
             for command in role_commands(spec, spec_file):
-                roles.append(RoleProcess(command, run_dir / "logs"))
+                roles.append(RoleProcess(command, run_dir / LOGS_DIR))
         with trace.span("watch"), ProgressView(run_dir, spec.training.steps, console) as view:
             view.describe("starting " + ", ".join(role.role.name for role in roles))
             while not _over(roles, termination, engines):
@@ -171,7 +173,7 @@ def _merge_trace(run_dir: Path, console: Console) -> None:
 
 
 def is_held(run_dir: Path) -> bool:
-    """Does a run hold the directory now? Raises OSError: its file system carries no locks."""
+    """Does a run hold the directory now? Raises RunDirectoryTaken: its lock cannot be asked."""
     try:
         with (run_dir / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -179,6 +181,8 @@ def is_held(run_dir: Path) -> bool:
         return False
     except BlockingIOError:
         return True
+    except OSError as error:
+        raise RunDirectoryTaken(f"{run_dir / LOCK} cannot be asked whether a run holds it: {error}") from None
     return False
 
 
@@ -186,7 +190,7 @@ def is_held(run_dir: Path) -> bool:
 def _claimed(spec: RunSpec, fresh: bool) -> Iterator[Path]:
     """Hold the directory for this run alone; what an earlier run left there is gone on with, or goes where `fresh`."""
     run_dir = spec.run_dir
-    if run_dir.exists() and any(run_dir.iterdir()) and not (run_dir / LOCK).exists():
+    if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / LOCK).exists():
         raise RunDirectoryTaken(f"{run_dir} holds files that are no run's; set output_dir to a directory of its own")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -202,14 +206,16 @@ def _claimed(spec: RunSpec, fresh: bool) -> Iterator[Path]:
         yield run_dir
 
 
-def _clear(spec: RunSpec, goes_on: bool) -> None:
+def _clear(spec: RunSpec, goes_on: bool, keeps_logs: bool = False) -> None:
     """Remove what an earlier start left, and, where the run does not go on, its record.
+
+    Args: `keeps_logs`: they have what a role that failed a moment ago said.
 
     Raises RunDirectoryTaken: the run reads some of it, or it cannot be removed.
     """
     leftovers = (*_FILES_OF_A_START, *_DIRECTORIES_OF_A_START)
     record = () if goes_on else (*_FILES_OF_A_RECORD, *_DIRECTORIES_OF_A_RECORD)
-    doomed = [spec.run_dir / name for name in (*leftovers, *record)]
+    doomed = [spec.run_dir / name for name in (*leftovers, *record) if not (keeps_logs and name == LOGS_DIR)]
     for key, path in spec.input_paths.items():
         if lost := next((each for each in doomed if path.resolve().is_relative_to(each.resolve())), None):
             raise RunDirectoryTaken(
@@ -218,7 +224,7 @@ def _clear(spec: RunSpec, goes_on: bool) -> None:
     try:
         for path in doomed:
             _remove(path)
-        (spec.run_dir / "logs").mkdir(exist_ok=True)
+        (spec.run_dir / LOGS_DIR).mkdir(exist_ok=True)
     except OSError as error:
         raise RunDirectoryTaken(f"what an earlier run left cannot be removed: {error}") from None
 
@@ -239,6 +245,7 @@ def _goes_on(run_dir: Path) -> bool:
 
     Raises:
         RunDirectoryTaken: it left a record that cannot be gone on with.
+        RecordDamaged: a line of the record is none.
     """
     complete, unusable = complete_steps(run_dir / CHECKPOINTS_DIR), unusable_names(run_dir / CHECKPOINTS_DIR)
     if not (run_dir / METRICS_FILE).exists() and not complete and not unusable:
@@ -249,4 +256,5 @@ def _goes_on(run_dir: Path) -> bool:
     if not complete:
         only = f" that can be used, only {', '.join(unusable)}" if unusable else ""
         raise RunDirectoryTaken(f"{run_dir} holds the record of an earlier run, but no checkpoint of it{only}; {ways}")
+    newest_step(run_dir)  # raises where the trainer could not go on with it
     return True

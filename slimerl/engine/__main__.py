@@ -19,6 +19,7 @@ from slimerl.engine.local_resources import NoAddress
 from slimerl.engine.protocol import MemoryTag
 from slimerl.engine.registration import RegistrationFailed, register
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
+from slimerl.resilience.failure_kinds import UNUSABLE_INPUT
 from slimerl.samples.messages import EngineInfo
 from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.telemetry import trace
@@ -127,9 +128,12 @@ def main(argv: list[str]) -> int:
             parser.error(f"an engine of {spec.nodes_per_engine} machines needs --head, the address of its first one")
         if (fault := _no_such_place(spec, arguments.index, arguments.node)) is not None:
             print(f"{arguments.spec}: {fault}", file=sys.stderr, flush=True)
-            return 2
+            return UNUSABLE_INPUT
         asyncio.run(_until_signal(spec, arguments.index, arguments.node, arguments.head))
-    except (SpecError, ServerFailed, DeadlineExceeded, EngineError, NoAddress, RegistrationFailed) as error:
+    except SpecError as error:
+        print(error, file=sys.stderr, flush=True)
+        return UNUSABLE_INPUT
+    except (ServerFailed, DeadlineExceeded, EngineError, NoAddress, RegistrationFailed) as error:
         print(error, file=sys.stderr, flush=True)
         return 1
     return 0

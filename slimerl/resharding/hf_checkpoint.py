@@ -92,6 +92,10 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
         """Read from the file's header alone."""
         return tuple(self._handle(name).get_slice(name).get_shape())
 
+    def holds_reals(self, name: str) -> bool:
+        """Are its elements floating-point numbers, of whatever width? Read from the header."""
+        return str(self._handle(name).get_slice(name).get_dtype()).startswith(("F", "BF"))
+
     def _handle(self, name: str) -> Any:
         file = self._file_of[name]
         if file not in self._open:
@@ -160,6 +164,10 @@ def check_keys(
     for name, shape in wanted.items():
         if checkpoint.shape(name) != shape:
             raise CheckpointError(f"{where}: {name} has shape {checkpoint.shape(name)}, config.json says {shape}")
+        if not checkpoint.holds_reals(name):
+            raise CheckpointError(
+                f"{where}: {name} holds whole numbers, which are no weights; fetch it again unquantised"
+            )
     for name in sorted(aliases.keys() & checkpoint.keys()):
         if not torch.equal(checkpoint[name], checkpoint[aliases[name]]):
             raise CheckpointError(f"{where}: {name} should repeat {aliases[name]} (tied), but it differs")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from slimerl.samples.rows import DataError, Row, raise_faults, scan_rows
+from slimerl.samples.rows import DataError, Row, not_utf8, raise_faults, scan_rows
 
 Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 """Texts of prompts → token ids of each, chat template included. All at once: tokenizers are fast in bulk alone."""
@@ -48,8 +48,9 @@ def scan_file(path: Path, target: str = "answer") -> tuple[list[Row], list[str]]
             return scan_rows(lines, str(path), target)
     except OSError as error:
         return [], [f"{path}: cannot read the data: {error.strerror}"]
-    except UnicodeDecodeError as error:
-        return [], [f"{path}: not UTF-8 text: {error.reason} at byte {error.start}"]
+    except UnicodeDecodeError:
+        with path.open("rb") as raw:
+            return [], [not_utf8(raw, str(path))]
 
 
 def tokenize_rows(rows: Sequence[Row], encode: Encode, max_tokens: int, source: str) -> list[Prompt]:
@@ -76,10 +77,10 @@ def scan_prompts(rows: Sequence[Row], encode: Encode, max_tokens: int, source: s
     for row, ids in zip(rows, encode([row.prompt for row in rows]), strict=True):
         tokens = tuple(ids)
         if not tokens:
-            faults.append(f"{source}:{row.line}: prompt of id '{row.row_id}' has no tokens")
+            faults.append(f"{source}:{row.line}: prompt of id {row.row_id!r} has no tokens")
         elif len(tokens) > max_tokens:
             faults.append(
-                f"{source}:{row.line}: prompt of id '{row.row_id}' has {len(tokens)} tokens, more than "
+                f"{source}:{row.line}: prompt of id {row.row_id!r} has {len(tokens)} tokens, more than "
                 f"data.max_prompt_tokens = {max_tokens}; shorten it or raise the bound"
             )
         else:

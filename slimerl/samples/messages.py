@@ -46,8 +46,12 @@ class ServiceAddress(msgspec.Struct, frozen=True):
 
 
 def read_address(run_dir: FilePath) -> ServiceAddress:
-    """Of the rollout role of a run. Raises OSError: it has not announced itself."""
-    return msgspec.json.decode((run_dir / ADDRESS_FILE).read_bytes(), type=ServiceAddress)
+    """Of the rollout role of a run. Raises OSError: it has not announced itself, or what is there is no address."""
+    file = run_dir / ADDRESS_FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=ServiceAddress)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise OSError(f"{file} holds no address of a rollout role: {error}") from None
 
 
 class EngineState(StrEnum):

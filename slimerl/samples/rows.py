@@ -54,12 +54,22 @@ def scan_rows(lines: Iterable[str], source: str, target: str = "answer") -> tupl
         if isinstance(row, str):
             faults.append(f"{source}:{number}: {row}")
         elif row.row_id in rows:
-            faults.append(f"{source}:{number}: id '{row.row_id}' stands already in line {rows[row.row_id].line}")
+            faults.append(f"{source}:{number}: id {row.row_id!r} stands already in line {rows[row.row_id].line}")
         else:
             rows[row.row_id] = row
     if not rows and not faults:
         faults.append(f"{source}: no rows")
     return list(rows.values()), faults
+
+
+def not_utf8(lines: Iterable[bytes], source: str) -> str:
+    """The fault of the first line that is no UTF-8: a decoder tells the place only within what it read at once."""
+    for number, line in enumerate(lines, 1):
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            return f"{source}:{number}: not UTF-8 text: {error.reason} at byte {error.start + 1} of the line"
+    return f"{source}: not UTF-8 text"
 
 
 def raise_faults(faults: Sequence[str]) -> None:

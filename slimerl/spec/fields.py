@@ -30,6 +30,8 @@ def _path_from_text(value: object) -> object:
         return value
     if "\0" in value:
         raise ValueError("a path has no NUL character; remove it")
+    if not value.strip():
+        raise ValueError("a path is not empty; write one, or leave the key out")
     try:
         os.fsencode(value)
     except UnicodeEncodeError:
@@ -43,8 +45,9 @@ def tuple_from_list(value: object) -> object:
 
 
 Real = Annotated[float, BeforeValidator(_float_from_int)]
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
+"""What Megatron, PyTorch and SGLang count in 32 bits; more is a slip of the pen."""
+NonNegative = Annotated[int, Field(ge=0, lt=2**31)]
 Workers = Annotated[int, Field(gt=0, le=1024)]
 """Threads or processes of one role; more than any machine has cores for is a slip of the pen."""
 Seconds = Annotated[Real, Field(gt=0)]

@@ -15,7 +15,7 @@ from slimerl.spec.schema import RunSpec
 from slimerl.spec.yaml_core import NotYaml, dumped, parsed
 
 _SHOWN = 80
-"""Characters of an override in an error."""
+"""Characters of a key, a value or an override in an error."""
 
 
 class SpecError(Exception):
@@ -66,36 +66,62 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise SpecError(f"override '{override}': write it as section.key=value")
+        raise SpecError(f"override '{_printable(override)}': write it as section.key=value")
     *sections, leaf = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise SpecError(f"override '{override}': '{section}' is a value, not a section")
+            raise SpecError(f"override '{_printable(override)}': '{section}' is a value, not a section")
     try:
         tree[leaf] = parsed(text)
     except NotYaml as error:
-        shown = override if len(override) <= _SHOWN else f"{override[:_SHOWN]}…"
-        raise SpecError(f"override '{shown}': its value is not valid YAML: {error}") from None
+        raise SpecError(f"override '{_printable(override)}': its value is not valid YAML: {error}") from None
 
 
 def _plain_lines(error: ValidationError) -> Iterator[str]:
     for fault in error.errors():
-        # A variant of a section stands in the place of a fault, but not in the file.
-        where = ".".join(str(part) for part in fault["loc"] if not str(part).startswith("<"))
-        if fault["type"] == "extra_forbidden":
-            yield f"unknown key '{where}'{_nearest(where)}"
+        *sections, last = map(str, fault["loc"] or ("",))
+        is_unknown = fault["type"] == "extra_forbidden"
+        # A variant of a section stands in the place of a fault, but not in the file; an unknown key may look like one.
+        parts = [part for part in sections if not _VARIANT.fullmatch(part)]
+        parts += [last] if is_unknown or not _VARIANT.fullmatch(last) else []
+        where = _printable(".".join(parts))
+        if is_unknown:
+            yield f"unknown key '{where}'{_misread(last) or _nearest(where)}"
         elif fault["type"] == "missing":
             yield f"'{where}' is missing"
         elif fault["type"] == "union_tag_invalid":
             known = re.findall(r"<(\w+)>", fault["ctx"]["expected_tags"])
-            yield f"{where}.kind: {_unknown_kind(str(fault['input']['kind']), known)}"
+            yield f"{where}.kind: {_unknown_kind(_printable(str(fault['input']['kind'])), known)}"
         elif fault["type"] == "model_type":
-            yield f"'{where}' is a section of keys, found {fault['input']!r}"
+            yield f"'{where}' is a section of keys, found {_shortened(repr(fault['input']))}"
         else:
-            message = fault["msg"].removeprefix("Value error, ")
-            shown = f" (found {fault['input']!r}{_unit_of(where)})" if where and _is_plain(fault["input"]) else ""
+            message = _IN_YAML.get(fault["type"]) or fault["msg"].removeprefix("Value error, ")
+            found = _shortened(repr(fault["input"]))
+            shown = f" (found {found}{_unit_of(where)})" if where and _is_plain(fault["input"]) else ""
             yield f"{where + ': ' if where else ''}{message[:1].lower() + message[1:]}{shown}"
+
+
+_VARIANT = re.compile(r"<\w+>")
+
+_IN_YAML = {"is_instance_of": "a path is text", "tuple_type": "input should be a list"}
+"""Kinds of faults that pydantic tells in words of Python."""
+
+
+def _misread(key: str) -> str:
+    """What a key is that only looks like one of this spec; empty: none of these."""
+    if key == "<<":
+        return "; a run spec has no merge keys, write the values out"
+    return "; in a file each section stands by itself, its keys indented below it" if "." in key else ""
+
+
+def _printable(text: str) -> str:
+    """On one line, and without control of the terminal."""
+    return _shortened(text if text.isprintable() else repr(text)[1:-1])
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _is_plain(value: object) -> bool:

@@ -147,7 +147,8 @@ class TrainingSpec(Strict):
 class RolloutSpec(Strict):
     samples_per_prompt: Positive = 8
     max_new_tokens: Positive = 256
-    temperature: Annotated[Real, Field(gt=0)] = 1.0
+    temperature: Annotated[Real, Field(ge=1e-6)] = 1.0
+    """Of the distribution that is sampled and trained. Below 1e-6 SGLang takes the likeliest token instead."""
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
     max_staleness: NonNegative = 0
     """Policy versions that a sample may be behind: 0 synchronous, 1 one-step-off, more asynchronous."""
@@ -279,6 +280,12 @@ class RunSpec(Strict):
     checkpoint: CheckpointSpec = CheckpointSpec()
     resilience: ResilienceSpec = ResilienceSpec()
     deadlines: DeadlineSpec = DeadlineSpec()
+
+    @model_validator(mode="after")
+    def _evaluation_has_rows(self) -> "RunSpec":
+        if self.evaluation.every_steps and self.data.eval_path is None:
+            raise ValueError("evaluation.every_steps needs held-out rows: set data.eval_path, or leave it out")
+        return self
 
     @property
     def run_dir(self) -> Path:

@@ -78,17 +78,20 @@ def read_trace(run_dir: Path) -> Recorded:
         if not records:
             continue  # its process ended before the header was written
         header = records[0]
-        if not {"role", "pid", "wall_ns", "monotonic_ns"} <= header.keys():
+        if not {"role", "pid", "wall_ns", "monotonic_ns", "left_out"} <= header.keys():
             raise TraceError(f"{file}: the first line is no header of a trace; remove the file")
         process = f"{header['role']} ({header['pid']})"
         left_out[process] = max(left_out[process], header["left_out"])
         offset_ns = header["wall_ns"] - header["monotonic_ns"]
-        for record in records[1:]:
-            if "counter" in record:
-                at_us = (record["at_ns"] + offset_ns) / 1e3
-                counters.append(Counter(process, record["counter"], at_us, record["values"]))
-            else:
-                spans.append(_span(process, record, offset_ns))
+        for number, record in enumerate(records[1:], start=2):
+            try:
+                if "counter" in record:
+                    at_us = (record["at_ns"] + offset_ns) / 1e3
+                    counters.append(Counter(process, record["counter"], at_us, record["values"]))
+                else:
+                    spans.append(_span(process, record, offset_ns))
+            except (KeyError, TypeError):
+                raise TraceError(f"{file}, line {number} is neither span nor counter; remove the line") from None
     return Recorded(sorted(spans, key=lambda span: (span.start_us, -span.us)), counters, sum(left_out.values()))
 
 

@@ -107,24 +107,36 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 def exported(events: Sequence[Mapping[str, Any]]) -> bool:
     """Do the events of a run say that it wrote its model, and so came to its end?"""
-    return any(event.get("phase") == "export" and event["edge"] == "end" for event in events)
+    return any(event.get("phase") == "export" and event.get("edge") == "end" for event in events)
 
 
 def newest_step(run_dir: Path) -> int:
     """Of the metrics recorded; -1: there are none. Raises RecordDamaged."""
-    return max((record["step"] for record in read_records(run_dir / METRICS_FILE)), default=-1)
+    return max((record["step"] for record in _read_steps(run_dir / METRICS_FILE)), default=-1)
 
 
-def append_event(run_dir: Path, step: int, kind: str, name: str, text: str) -> None:
-    """`RunLog.event` of a process that is not the writer of the record: one whole line at the end."""
+def _read_steps(path: Path) -> list[dict[str, Any]]:
+    """Records that each belong to a step. Raises RecordDamaged."""
+    records = read_records(path)
+    if strays := [number for number, each in enumerate(records, start=1) if type(each.get("step")) is not int]:
+        raise RecordDamaged(f"{path}, line {strays[0]} belongs to no step; remove the line, or the file")
+    return records
+
+
+def append_event(run_dir: Path, step: int, kind: str, name: str, text: str, alone: bool = False) -> None:
+    """`RunLog.event` of a process that is not the writer of the record: one whole line at the end.
+
+    Args: `alone`: the writer has ended; a last line that it left torn is cut off.
+    """
     record = {"step": step, "edge": kind, "name": name, "text": text, "time": time.time()}
-    with (run_dir / EVENTS_FILE).open("a", encoding="utf-8") as file:
+    path = run_dir / EVENTS_FILE
+    with _open_lines(path) if alone else path.open("a", encoding="utf-8") as file:
         _write(file, record)
 
 
 def _keep_until(path: Path, step: int) -> None:
     """Leave out the records of later steps, in a new file: readers see the one or the other."""
-    kept = [record for record in read_records(path) if record["step"] <= step]
+    kept = [record for record in _read_steps(path) if record["step"] <= step]
     part = path.with_name(f"{path.name}.part")
     part.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     part.replace(path)

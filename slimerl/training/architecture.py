@@ -16,8 +16,8 @@ import torch
 
 from slimerl.resharding.families import deepseek_v3, glm4_moe, qwen3
 from slimerl.resharding.families.blocks import MOST_EXPERTS, MOST_LAYERS
-from slimerl.training.config_reader import ConfigReader, UnsupportedModel
-from slimerl.training.config_rotary import Rotary, latent_rotary, llama3_factor, read_rotary
+from slimerl.training.config_reader import ConfigReader, UnsupportedModel, at_least
+from slimerl.training.config_rotary import Rotary, check_rotated, latent_rotary, llama3_factor, read_rotary
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,18 @@ def model_arguments(config: Mapping[str, Any]) -> ModelArguments:
     _refuse_what_cannot_be_built(reader)
     rotary = read_rotary(reader, family.partial_rotary)
     layers = reader.integer("num_hidden_layers", most=MOST_LAYERS)
-    transformer = {
+    transformer: dict[str, Any] = {
         "num_layers": layers,
         "hidden_size": reader.integer("hidden_size"),
         "ffn_hidden_size": reader.integer("intermediate_size"),
-        "layernorm_epsilon": reader.number("rms_norm_eps"),
+        "layernorm_epsilon": at_least(0, "rms_norm_eps", reader.number("rms_norm_eps")),
         "normalization": "RMSNorm",
         "activation_func": torch.nn.functional.silu,
         "gated_linear_unit": True,
         "add_bias_linear": False,
     }
     transformer |= _latent_attention(reader, rotary) if family.latent else _grouped_attention(reader, family)
+    check_rotated(transformer["qk_pos_emb_head_dim" if family.latent else "kv_channels"], rotary.percent)
     transformer |= family.experts(reader, layers) if family.experts else {}
     arguments = ModelArguments(
         transformer=transformer,
@@ -112,8 +113,9 @@ def _refuse_what_cannot_be_built(config: ConfigReader) -> None:
     config.only("rope_interleaved", False)
     config.only("use_sliding_window", False)
     config.only("use_mrope", False)
-    if any(kind != "full_attention" for kind in config.get("layer_types", ())):
-        raise UnsupportedModel("config.json: layer_types other than full_attention are not supported")
+    kinds = config.get("layer_types", [])
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise UnsupportedModel("config.json: layer_types other than a list of full_attention are not supported")
     if config.get("sliding_window") is not None and "use_sliding_window" not in config:
         raise UnsupportedModel("config.json: sliding_window is not supported")
     config.never("quantization_config", "training needs the weights in bf16 or fp32; convert the checkpoint first")

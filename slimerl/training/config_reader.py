@@ -34,6 +34,13 @@ def as_number(key: str, value: Any) -> float:
     return float(value)
 
 
+def at_least(least: float, key: str, value: float) -> float:
+    """Raises UnsupportedModel where it is less."""
+    if value < least:
+        raise UnsupportedModel(f"config.json: {key} = {value:g} is less than {least:g}; correct it")
+    return value
+
+
 class ConfigReader:
     """`config.json` with a memory of which keys were asked for. A key whose value is null counts as absent, but for
     `is_null`."""

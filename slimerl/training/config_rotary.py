@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slimerl.training.config_reader import ConfigReader, UnsupportedModel, as_number
+from slimerl.training.config_reader import ConfigReader, UnsupportedModel, as_number, at_least
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,13 @@ def read_rotary(config: ConfigReader, partial: float | None = None) -> Rotary:
     """
     stated, older = _stated(config, "rope_parameters"), _stated(config, "rope_scaling")
     base = _number(config, "rope_theta", stated, older)
+    if base is not None:
+        at_least(1, "rope_theta", base)
     percent = _number(config, "partial_rotary_factor", stated, older)
+    if percent is not None and not 0 < percent <= 1:
+        raise UnsupportedModel(
+            f"config.json: partial_rotary_factor = {percent} is no share of a head, above 0 and up to 1"
+        )
     if partial is None and percent not in (None, 1.0):
         raise UnsupportedModel(f"config.json: partial_rotary_factor = {percent} is not supported, only 1")
     if stated and older and _scaling(stated) != _scaling(older):
@@ -71,8 +77,18 @@ def _stated(config: ConfigReader, key: str) -> Mapping[str, Any]:
         raise UnsupportedModel(f"config.json: {key} has two types, {' and '.join(sorted(kinds))}; leave one out")
     for name in NUMBERS & value.keys():
         if value[name] is not None:
-            as_number(f"{key}: {name}", value[name])
+            _check_size(f"{key}: {name}", name, as_number(f"{key}: {name}", value[name]))
+    if not isinstance(value.get("truncate") or False, bool):
+        raise UnsupportedModel(f"config.json: {key}: truncate = {value['truncate']!r} is neither true nor false")
     return value
+
+
+def _check_size(told: str, name: str, value: float) -> None:
+    """Of a context that is stretched: how much, and how long it was."""
+    if name in ("factor", "original_max_position_embeddings"):
+        at_least(1, told, value)
+    if name == "original_max_position_embeddings" and value != int(value):
+        raise UnsupportedModel(f"config.json: {told} = {value:g} is no whole number; correct it")
 
 
 def _number(config: ConfigReader, key: str, *objects: Mapping[str, Any]) -> float | None:
@@ -98,6 +114,19 @@ def _shown(stated: Mapping[str, Any]) -> str:
     return f"{kind} {rest}" if rest else kind
 
 
+def check_rotated(width: int, percent: float) -> None:
+    """Raises UnsupportedModel where there is no room for pairs of elements: an odd share is rounded up to them.
+
+    Args: `width`: of what may be rotated of a head; `percent`: share of it that is.
+    """
+    rotated = int(width * percent)
+    if not rotated or rotated + rotated % 2 > width:
+        raise UnsupportedModel(
+            f"config.json: {rotated} of {width} elements of a head are rotated (head_dim or qk_rope_head_dim), but "
+            "rotary embeddings turn pairs of them; correct that"
+        )
+
+
 def llama3_factor(rotary: Rotary) -> float | None:
     """Llama 3's scaling factor, None for plain embeddings. Raises UnsupportedModel for any other scaling."""
     if rotary.kind == "default" and not rotary.scaling:
@@ -105,6 +134,8 @@ def llama3_factor(rotary: Rotary) -> float | None:
     fixed = {key: value for key, value in rotary.scaling.items() if key != "factor"}
     if rotary.kind != "llama3" or fixed != LLAMA3_IN_MEGATRON:
         raise UnsupportedModel(f"config.json: {_told(rotary)} is not supported here")
+    if rotary.scaling.get("factor") is None:
+        raise UnsupportedModel(f"config.json: {_told(rotary)} has no factor; say how far it stretches")
     return float(rotary.scaling["factor"])
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from slimerl.engine.fleet import NoEngineLeft
 from slimerl.resharding.shard_sync import SyncEnded
 from slimerl.resharding.shard_transfer import TransferFailed
-from slimerl.resilience.deadline import Deadline
+from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.samples.messages import EngineState, Status
 from slimerl.training.rollout_client import ServiceFailed
 
@@ -62,8 +62,8 @@ class RepeatedSync:
         while announced.remaining_s:
             try:
                 status = self._status()
-            except ServiceFailed:
-                return False
+            except (ServiceFailed, DeadlineExceeded):
+                return False  # the sync has failed already, and says of what
             if status.returning or any(one.state is EngineState.JOINING for one in status.engines):
                 return True
             time.sleep(POLL_S)

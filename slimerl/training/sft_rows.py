@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from slimerl.samples.framing import framed
-from slimerl.samples.rows import DataError, Row, parse_rows, raise_faults
+from slimerl.samples.rows import DataError, Row, not_utf8, parse_rows, raise_faults
 from slimerl.spec.schema import DataSpec
 from slimerl.training.training_sample import TrainingSample
 
@@ -31,8 +31,9 @@ def read_samples(path: Path, tokenizer: Any, data: DataSpec, max_tokens: int) ->
             rows = parse_rows(lines, str(path), target="response")
     except OSError as error:
         raise DataError(f"{path}: cannot read the data: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except UnicodeDecodeError:
+        with path.open("rb") as raw:
+            raise DataError(not_utf8(raw, str(path))) from None
     texts = [framed(tokenizer, row.prompt, data.system_prompt) if data.chat_template else row.prompt for row in rows]
     # a chat template has written the special tokens already
     prompts = tokenizer(texts, add_special_tokens=not data.chat_template)

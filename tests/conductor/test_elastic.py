@@ -1,6 +1,7 @@
 """Engines by command: what is asked is done or refused with a reason, and whoever asks is answered."""
 
 import os
+import re
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from slimerl.cli import app
 from slimerl.conductor.elastic import REQUESTS_DIR, ElasticEngines, EngineAnswer, EngineRequest, ask
+from slimerl.conductor.preflight import machine
 from slimerl.conductor.roles import RoleCommand, role_commands
 from slimerl.conductor.supervise import RoleProcess, end_all
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
@@ -87,12 +89,22 @@ def test_a3_several_engines_end_in_the_time_of_one(conductor):
     assert time.monotonic() - begun < 2 * spec.deadlines.shutdown_s
 
 
-def test_an_engine_that_is_added_has_a_number_of_its_own_and_stands_before_the_trainer(conductor):
+def test_an_engine_that_is_added_has_a_number_of_its_own_and_stands_before_the_trainer(conductor, monkeypatch):
     spec, roles = conductor
+    # how much this machine has free just now is not what is tested here
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 64 * 2**30)
     assert ask(spec.run_dir, EngineRequest(add=1), 20).engines == ["engine-2"]
     assert [role.role.name for role in roles] == ["engine-0", "engine-1", "engine-2", "trainer"]
     expected = [command for command in role_commands(spec, spec.run_dir) if command.engine_id][-1].command
     assert roles[2].role.command[:3] == expected[:3]
+
+
+def test_an_engine_that_the_memory_does_not_hold_is_refused_and_not_started(conductor, monkeypatch):
+    spec, roles = conductor
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 2**20)
+    refused = ask(spec.run_dir, EngineRequest(add=1), 20).refused
+    assert re.match(r"1 more would need about [0-9.]+ GiB of memory, 0.0 GiB are available; add fewer", refused)
+    assert len(roles) == 3
 
 
 @pytest.mark.parametrize("text", ["two more, please", '{"add": -1}'])

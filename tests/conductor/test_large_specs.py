@@ -252,6 +252,15 @@ def test_s3_a_plan_that_does_not_hold_is_refused_with_the_key(elsewhere, case):
     assert [line[: len(text)] for line, text in zip(lines, expected, strict=True)] == expected
 
 
+@pytest.mark.parametrize("content", [b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000])
+def test_a_published_configuration_that_is_none_is_one_line(elsewhere, content):
+    (elsewhere / "models" / "kimi_k2_1t.json").write_bytes(content)
+    code, _, [line] = check(elsewhere / "kimi_k2_1t.yaml")
+    assert code == 2
+    assert f"{elsewhere}/models/kimi_k2_1t.json cannot be read (" in line
+    assert len(line) < 600
+
+
 def node_faults(trainer: int, engine: int, engines: int, node: int) -> tuple[RunSpec, list[str]]:
     """What is said of engines behind a trainer, on nodes of `node` GPUs."""
     sizes = [f"engine.tensor_parallel={engine}", f"engine.replicas={engines}", f"cluster.gpus_per_node={node}"]

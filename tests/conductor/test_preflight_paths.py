@@ -170,6 +170,16 @@ PATHS = {
         ['output_dir="a\\0b"'],
         "spec.yaml: output_dir: a path has no NUL character; remove it (found 'a\\x00b')",
     ),
+    "a pipe as a file of the model": (
+        lambda home: ((home / "model" / "config.json").unlink(), os.mkfifo(home / "model" / "config.json")),
+        [],
+        "model.path: model/config.json is a pipe or a device, and is to be read more than once; name a file",
+    ),
+    "a device as the data": (
+        lambda home: None,
+        ["data.train_path=/dev/null"],
+        "data.train_path: /dev/null is a pipe or a device, and is to be read more than once; name a file",
+    ),
     "half of a character": (
         lambda home: None,
         ['model.path="a\\ud800b"'],

@@ -15,6 +15,7 @@ from engine_fixtures import engine_spec
 from slimerl.engine.__main__ import main as engine_role
 from slimerl.engine.launcher import Device, Place, server_arguments, server_environment
 from slimerl.engine.local_resources import NoAddress, PrivateDirectory, ReservedPort, own_address
+from slimerl.resilience.failure_kinds import UNUSABLE_INPUT
 from slimerl.spec import RunSpec
 from slimerl.spec.load import dump_spec
 from slimerl.spec.schema import ParallelSpec
@@ -224,3 +225,8 @@ def test_a_role_that_the_spec_does_not_have_starts_no_server(
     said = capsys.readouterr().err
     assert said.startswith(f"{tmp_path}/spec.yaml: {told}")
     assert not (tmp_path / "run").exists()
+
+
+def test_an_engine_whose_spec_cannot_be_used_ends_like_every_role_with_bad_input(tmp_path):
+    """Not to be started again: the next start would read the same."""
+    assert engine_role([str(tmp_path / "none.yaml"), "--index", "0"]) == UNUSABLE_INPUT

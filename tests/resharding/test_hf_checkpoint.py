@@ -68,6 +68,15 @@ def test_a_checkpoint_in_many_shards_reads_as_one(source, tmp_path):
     assert_same(read(target), random_state(CONFIG))
 
 
+def test_weights_of_whole_numbers_are_refused_by_name(source):
+    """Injected: a tensor that was quantised, in the shape of the one that it stands for."""
+    state = random_state(CONFIG)
+    name = next(iter(state))
+    save_file(state | {name: state[name].to(torch.int8)}, source / "model.safetensors")
+    with HfCheckpoint(source) as checkpoint, pytest.raises(CheckpointError, match=f"{name} holds whole numbers"):
+        check_keys(checkpoint, TENSORS)
+
+
 def test_others_may_read_the_weights_where_they_may_read_the_directory(source, tmp_path):
     write_checkpoint(tmp_path / "out", random_state(CONFIG).items(), source)
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}

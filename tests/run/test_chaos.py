@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from chaos import compared, struck
+from chaos import NotOurs, compared, emptied, struck
 from tiny_run import teach_digits, write_spec
 
 STEPS = 20
@@ -32,3 +32,22 @@ def test_a5_faults_of_every_role_change_neither_losses_nor_weights_and_leave_not
     survived, problems = struck(spec, [], KINDS, len(KINDS), random.Random(5), tmp_path)
     assert problems + compared(calm, tmp_path / "fire", STEPS) == []
     assert {one.kind for one in survived} == set(KINDS)
+
+
+def test_a_directory_of_someone_else_is_not_emptied(tmp_path):
+    """Injected: --out names a directory that holds other work, or leads there."""
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "calm").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "thesis")
+    for out, told in ((tmp_path, "holds link, thesis, which"), (tmp_path / "link", "is no directory")):
+        with pytest.raises(NotOurs, match=told):
+            emptied(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calm", "link", "thesis"]
+
+
+def test_what_an_earlier_call_left_is_replaced(tmp_path):
+    out = tmp_path / "chaos"
+    (out / "fire" / "logs").mkdir(parents=True)
+    (out / "faults.jsonl").write_text("{}")
+    emptied(out)
+    assert list(out.iterdir()) == []

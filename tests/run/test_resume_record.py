@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from typer.testing import CliRunner
 
-from slimerl.conductor.run import RunDirectoryTaken, _claimed
-from slimerl.spec.load import spec_from_tree
+from slimerl.cli import app
+from slimerl.conductor.run import RunDirectoryTaken, _claimed, _clear
+from slimerl.spec.load import dump_spec, spec_from_tree
 from slimerl.telemetry import RunLog, read_records
 from slimerl.telemetry.progress import Tail
-from slimerl.telemetry.run_log import RecordDamaged
+from slimerl.telemetry.run_log import RESTARTED, RecordDamaged, append_event
 
 
 def spec_in(run_dir, **sections):
@@ -169,3 +171,61 @@ def test_a_broken_line_within_a_record_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join([lines[0][:9], lines[1], ""]))
     with pytest.raises(RecordDamaged, match=r"metrics.jsonl, line 1 is no record"):
         read_records(tmp_path / "metrics.jsonl")
+
+
+def torn(file):
+    with file.open("a") as lines:
+        lines.write('{"step": 5, "pha')
+
+
+def test_a_restart_is_noted_behind_a_line_that_the_writer_left_torn(tmp_path):
+    """Injected: the trainer was killed, or its disk was full, in the middle of an event."""
+    record(tmp_path, 0, 1, exported=True)
+    torn(tmp_path / "events.jsonl")
+    append_event(tmp_path, 1, "note", RESTARTED, "the trainer was killed", alone=True)
+    assert [each.get("name") for each in read_records(tmp_path / "events.jsonl")] == [None, None, RESTARTED]
+
+
+RUN_TOGETHER = '{"step": 1, "ti{"step": 2}'
+
+
+@pytest.mark.parametrize(
+    ("broken", "line"),
+    [("events.jsonl", RUN_TOGETHER), ("metrics.jsonl", RUN_TOGETHER), ("metrics.jsonl", '{"time": 1.0}')],
+)
+def test_a_broken_record_is_told_before_roles_start(tmp_path, broken, line):
+    """Injected: two lines that ran into each other; a record of no step."""
+    earlier_run(tmp_path)
+    with (tmp_path / broken).open("a") as lines:
+        lines.write(f"{line}\n")
+    (tmp_path / "spec.yaml").write_text(dump_spec(spec_in(tmp_path)))
+    result = CliRunner().invoke(app, ["prepare", str(tmp_path / "spec.yaml")])
+    assert result.exit_code == 2
+    [said] = result.stderr.splitlines()
+    assert f"{broken}, line " in said
+    assert said.endswith("remove the line, or the file")
+
+
+@pytest.mark.parametrize("command", [["stop"], ["engines", "add"]])
+def test_a_lock_that_cannot_be_asked_is_one_line(tmp_path, command):
+    (tmp_path / "lock").mkdir()
+    (tmp_path / "spec.yaml").write_text(dump_spec(spec_in(tmp_path)))
+    result = CliRunner().invoke(app, [*command, str(tmp_path)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"{tmp_path}/lock cannot be asked whether a run holds it: ")
+
+
+def test_a_file_in_the_place_of_the_run_directory_is_named(tmp_path):
+    (tmp_path / "run").write_text("")
+    with (
+        pytest.raises(RunDirectoryTaken, match="run cannot be the directory of a run"),
+        _claimed(spec_in(tmp_path / "run"), fresh=False),
+    ):
+        pass
+
+
+def test_a_run_that_starts_over_from_its_beginning_keeps_what_its_roles_said(tmp_path):
+    earlier_run(tmp_path)
+    _clear(spec_in(tmp_path), goes_on=False, keeps_logs=True)
+    assert steps_of(tmp_path) == []
+    assert (tmp_path / "logs" / "trainer.log").read_text() == "before\n"

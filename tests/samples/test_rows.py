@@ -2,6 +2,7 @@
 
 import pytest
 
+from slimerl.rollout.prompts import scan_file
 from slimerl.samples.rows import SHOWN_FAULTS, DataError, Row, parse_rows, scan_rows
 
 GOOD = '{"id": "a", "prompt": "1+1=", "answer": "2"}'
@@ -44,6 +45,19 @@ def test_r3_a_bad_row_is_refused_with_file_line_and_reason(line, reason):
     with pytest.raises(DataError) as caught:
         parse_rows([GOOD, "", line], "data.jsonl")
     assert str(caught.value).startswith(f"data.jsonl:3: {reason}")
+
+
+def test_r3_bytes_that_are_no_text_are_told_by_line(tmp_path):
+    """Injected: a byte of another encoding behind more rows than a reader takes at once."""
+    file = tmp_path / "data.jsonl"
+    rows = [b'{"id": "%d", "prompt": "p", "answer": "2"}\n' % number for number in range(500)]
+    file.write_bytes(b"".join([*rows, b'{"id": "\xff"}\n']))
+    assert scan_file(file) == ([], [f"{file}:501: not UTF-8 text: invalid start byte at byte 9 of the line"])
+
+
+def test_r3_an_id_of_several_lines_is_told_on_one():
+    row = '{"id": "a\\nb", "prompt": "p", "answer": "2"}'
+    assert scan_rows([row, row], "d")[1] == [r"d:2: id 'a\nb' stands already in line 1"]
 
 
 def test_r3_an_empty_data_set_is_refused():

@@ -104,6 +104,8 @@ def test_a_whole_number_beyond_the_reals_is_refused(minimal):
         ("training.threads_per_rank", 1024),
         ("engine.threads", 1024),
         ("reward.workers", 1024),
+        ("training.prompts_per_step", 2**31 - 1),
+        ("rollout.max_staleness", 2**31 - 1),
     ],
 )
 def test_a_number_that_no_machine_takes_is_refused(minimal, key, largest):
@@ -190,6 +192,31 @@ def test_a_value_that_cannot_be_is_one_line_in_the_file_and_in_an_override(minim
         assert told in line
         assert len(line.splitlines()) == 1
         assert len(line) < 400
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("rollout: {<<: {samples_per_prompt: 4}}", "unknown key 'rollout.<<'; a run spec has no merge keys"),
+        (
+            "training.parallel.tensor: 2",
+            "unknown key 'training.parallel.tensor'; in a file each section stands by itself",
+        ),
+        ('"a\\nb\\e[31m": 1', r"unknown key 'a\nb\x1b[31m'"),
+        (f"seed: {'x' * 5000}", f"(found '{'x' * 79}…)"),
+        ("output_dir: ''", "output_dir: a path is not empty"),
+        ("output_dir: [a]", "output_dir: a path is text (found ['a'])"),
+        ("engine: {extra_args: --a}", "engine.extra_args: input should be a list"),
+        ("rollout: {temperature: 1e-7}", "rollout.temperature: input should be greater than or equal to"),
+        ("evaluation: {every_steps: 5}", "evaluation.every_steps needs held-out rows: set data.eval_path"),
+    ],
+)
+def test_s1_what_is_no_key_or_value_is_told_as_it_is_written_on_one_short_line(minimal, written, told):
+    minimal.write_text(f"{minimal.read_text()}{written}\n")
+    line = refusal(minimal)
+    assert told in line
+    assert line.isprintable()
+    assert len(line) < 300
 
 
 def test_s1_a_section_written_as_a_value_is_told_so(minimal):

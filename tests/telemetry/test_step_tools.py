@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 import bench_step
 import bench_trl
+import show_run
 import soak
 
 from slimerl.cli import app as slimerl
@@ -83,6 +84,16 @@ def test_a_run_too_short_for_a_slope_is_refused(tmp_path):
     result = invoked(soak.main, "--record", tmp_path)
     assert result.exit_code == 2
     assert "4 steps are recorded" in result.output
+
+
+@pytest.mark.parametrize(("tool", "file"), [("soak", "metrics.jsonl"), ("show_run", "events.jsonl")])
+def test_a_record_with_a_broken_line_is_refused_by_its_name(tmp_path, tool, file):
+    write_record(tmp_path, [flat_step(number) for number in range(50)])
+    with (tmp_path / file).open("a") as lines:
+        lines.write("half a rec{}\n")
+    result = invoked(soak.main, "--record", tmp_path) if tool == "soak" else invoked(show_run.main, tmp_path)
+    assert result.exit_code == 2
+    assert "is no record" in result.output
 
 
 # --- bench_step

@@ -8,9 +8,12 @@ import time
 from itertools import pairwise
 
 import pytest
+from typer.testing import CliRunner
 
+from slimerl.cli import app
+from slimerl.samples.messages import ADDRESS_FILE
 from slimerl.telemetry import trace
-from slimerl.telemetry.perfetto import TraceError, read_trace, write_trace
+from slimerl.telemetry.perfetto import TRACE_FILE, TraceError, read_trace, write_trace
 from slimerl.telemetry.phases import PhaseClock
 from slimerl.telemetry.step_times import phases
 from slimerl.telemetry.trace import TRACE_DIR, Trace
@@ -214,3 +217,30 @@ def test_a_phase_inside_another_has_its_path_and_follows_it_whatever_comes_first
         with trace.span(name, step=1), trace.span(inside):
             pass
     assert [phase.path for phase in phases(traced)] == ["train", "train › optimizer", "sync", "sync › hold"]
+
+
+@pytest.mark.parametrize("record", ['{"step": 1}', '{"counter": "memory"}', '{"name": "a", "start_ns": 1, "ns": "x"}'])
+def test_a_record_that_is_no_part_of_a_trace_is_named(traced, record):
+    file = next((traced / TRACE_DIR).iterdir())
+    with file.open("a") as lines:
+        lines.write(f"{record}\n")
+    with pytest.raises(TraceError, match=r"trainer-0.*line 2 is neither span nor counter; remove the line"):
+        read_trace(traced)
+
+
+def test_a_merged_trace_that_cannot_be_written_is_one_line(traced):
+    """Injected: a directory stands where the file belongs."""
+    (traced / TRACE_FILE).mkdir()
+    result = CliRunner().invoke(app, ["trace", str(traced)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"{traced}/trace.json cannot be written: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", [b"{}", b"\xff", b"not JSON"])
+def test_the_engines_of_a_run_whose_address_is_damaged_are_not_listed_but_told(tmp_path, content):
+    (tmp_path / ADDRESS_FILE).write_bytes(content)
+    result = CliRunner().invoke(app, ["engines", "list", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "holds no address of a rollout role" in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -57,6 +57,10 @@ DAMAGES = {
     "a missing file": (lambda path: (path / "common.pt").unlink(), "common.pt: No such file"),
     "a missing manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json: No such file"),
     "a truncated manifest": (lambda path: truncate(path / "manifest.json", 50), "manifest.json cannot be read"),
+    "a manifest nested beyond all measure": (
+        lambda path: replace_text(path / "manifest.json", '"identity": {', '"identity": {"a":' + "[" * 100_000),
+        "manifest.json cannot be read",
+    ),
     "another step in the manifest": (
         lambda path: replace_text(path / "manifest.json", '"step": 7', '"step": 8'),
         "does not match its own digest",

@@ -37,3 +37,20 @@ def test_a5_a_child_that_hangs_in_its_fork_is_replaced_and_the_checkpoint_is_wri
 
 def test_a_fork_that_never_works_is_an_error_that_says_so(tmp_path):
     assert outcome(tmp_path, stuck=99) == "a forked process did not start within 0.5 s, 5 times in a row"
+
+
+MANY_FILES = """
+import os, resource, sys
+from pathlib import Path
+from slimerl.training.checkpoint import write
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+child = write._Child(lambda: (Path(sys.argv[1]) / "written").write_text("all"))
+os.waitpid(child._pid, 0)
+"""
+
+
+def test_c5_a_trainer_with_many_open_files_writes_its_checkpoints(tmp_path):
+    """Injected: descriptors beyond the 1,024 that `select` takes."""
+    subprocess.run([sys.executable, "-c", MANY_FILES, str(tmp_path)], timeout=100, check=True)
+    assert (tmp_path / "written").read_text() == "all"

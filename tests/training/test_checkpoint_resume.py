@@ -177,7 +177,8 @@ CHANGES = {
 
 
 def test_c4_what_a_load_would_ignore_is_refused_by_its_name(ranks, tmp_path, made):
-    """Injected: a key of the optimizer, the dtype or the model was another one when the checkpoint was written."""
+    """Injected: a key of the optimizer, the dtype or the model was another one when the checkpoint was written; the run
+    is to have fewer steps than it has seen."""
     base, written, _ = made
     before = checkpoint_ranks.OPTIMIZER.model_dump()
 
@@ -188,11 +189,13 @@ def test_c4_what_a_load_would_ignore_is_refused_by_its_name(ranks, tmp_path, mad
     refused = [with_optimizer(**changes) for changes in CHANGES.values()]
     refused += [run_spec(base / "whole", base / "model", model={"dtype": "bf16"})]
     refused += [run_spec(base / "whole", tmp_path / "model")]
+    shorter = run_spec(base / "whole", base / "model", training={"steps": 2})
     free = with_optimizer(clip_grad_norm=0.5)
-    answers = ranks.run(2, checkpoint_ranks.find_and_load, [written, free, *refused])[0]
+    answers = ranks.run(2, checkpoint_ranks.find_and_load, [written, free, shorter, *refused])[0]
     assert answers[:2] == [(3, b"source at 3", [])] * 2
+    assert "is of step 3, but training.steps = 2; raise it to 3 or more" in answers[2]
     said = [*CHANGES, "model.dtype was fp32, is bf16", "digest of model.path's config.json was"]
-    for answer, part in zip(answers[2:], said, strict=True):
+    for answer, part in zip(answers[3:], said, strict=True):
         assert part in answer
         assert answer.count(" was ") == 1, "and nothing else is named"
 

@@ -38,6 +38,14 @@ LLAMA = {
 }
 
 
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 def test_smollm2s_configuration_is_read():
     arguments = model_arguments(LLAMA)
     assert arguments.transformer["kv_channels"] == 64
@@ -87,6 +95,18 @@ def test_a_qwen3_without_head_dim_has_128_as_in_transformers():
         ({"hidden_size": 10**30}, "hidden_size = a number of 31 digits is more"),
         ({"vocab_size": None}, "'vocab_size' is missing"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0 is not a positive integer"),
+        ({"layer_types": 5}, "layer_types other than a list"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps = -1 is less than 0"),
+        ({"rope_theta": 0}, "rope_theta = 0 is less than 1"),
+        ({"head_dim": 33}, "33 of 33 elements of a head are rotated"),
+        ({"rope_scaling": LLAMA3_SCALING}, "has no factor"),
+        ({"rope_scaling": LLAMA3_SCALING | {"factor": None}}, "has no factor"),
+        ({"rope_scaling": LLAMA3_SCALING | {"factor": 0}}, "rope_scaling: factor = 0 is less than 1"),
+        ({"rope_scaling": LLAMA3_SCALING | {"truncate": "no"}}, "truncate = .no. is neither true nor false"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256.5}},
+            "original_max_position_embeddings = 256.5 is no whole number",
+        ),
     ],
 )
 def test_s4_what_cannot_be_built_exactly_is_refused_by_its_key(changes, told):

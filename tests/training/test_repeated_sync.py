@@ -6,6 +6,7 @@ import pytest
 
 from slimerl.engine.fleet import NoEngineLeft
 from slimerl.resharding.shard_sync import SyncEnded
+from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.samples.messages import EngineInfo, Status
 from slimerl.training import repeated_sync
 from slimerl.training.repeated_sync import TRIES, RepeatedSync
@@ -30,7 +31,9 @@ class Failing:
     def close(self) -> None: ...
 
 
-def ranks_syncing(failures: int, status: Status, other: Exception | None) -> tuple[list[Failing], list[object]]:
+def ranks_syncing(
+    failures: int, status: Status | Exception, other: Exception | None
+) -> tuple[list[Failing], list[object]]:
     """Two ranks, the first of which coordinates; each one's part, and its result or error."""
     parts = [Failing(failures, NoEngineLeft("engine-0 died")), Failing(failures, other)]
     barrier, told, results = threading.Barrier(2, timeout=20), [False], list[object]([None, None])
@@ -43,8 +46,13 @@ def ranks_syncing(failures: int, status: Status, other: Exception | None) -> tup
         barrier.wait()
         return agreed
 
+    def told_of() -> Status:
+        if isinstance(status, Exception):
+            raise status
+        return status
+
     def run(rank: int) -> None:
-        asking = (lambda: status) if rank == 0 else None
+        asking = told_of if rank == 0 else None
         try:
             results[rank] = RepeatedSync(parts[rank], asking, lambda value: agree(rank, value)).sync(7)
         except Exception as error:  # noqa: BLE001
@@ -72,6 +80,14 @@ def test_a_sync_raises_where_no_engine_is_announced(monkeypatch):
     parts, results = ranks_syncing(9, NOBODY, None)
     assert [part.tries for part in parts] == [1, 1]
     assert isinstance(results[0], NoEngineLeft)
+
+
+def test_a3_a_rollout_role_that_does_not_answer_hides_no_failure_and_leaves_no_rank_waiting():
+    """Fault: the role is frozen while the first rank asks it whether an engine comes back."""
+    parts, results = ranks_syncing(9, DeadlineExceeded("waited for /status"), None)
+    assert [part.tries for part in parts] == [1, 1]
+    assert isinstance(results[0], NoEngineLeft)
+    assert results[1] == {"send": 7.0}
 
 
 def test_a_sync_is_tried_so_often_and_no_more():

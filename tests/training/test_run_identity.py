@@ -70,6 +70,7 @@ def test_another_tokenizer_is_another_run(home, name):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
+        ({"agent": {"kind": "tools", "tools": ["calc"], "format": "plain"}}, "agent.kind was single_turn, is tools"),
         ({"data": {"chat_template": False}}, "data.chat_template was True, is False"),
         ({"data": {"system_prompt": "Be brief."}}, "data.system_prompt was None, is Be brief."),
         ({"data": {"max_prompt_tokens": 512}}, "data.max_prompt_tokens was 1024, is 512"),
@@ -126,3 +127,24 @@ def test_a_key_that_an_earlier_checkpoint_does_not_have_is_not_compared(home):
     then = {"seed": 1234, "algorithm.name": "grpo"}
     assert changes(then, identity(spec(home, rollout={"temperature": 0.5}))) == []
     assert changes(then | {"seed": 5}, identity(spec(home))) == ["seed was 5, is 1234"]
+
+
+def test_other_tools_are_another_run_and_their_patience_is_free(home):
+    tools = {"kind": "tools", "tools": ["calc"], "format": "plain"}
+    then = kept(home, agent=tools)
+    assert changes(then, identity(spec(home, agent=tools | {"workers": 4, "timeout_s": 5}))) == []
+    assert changes(then, identity(spec(home, agent=tools | {"max_turns": 2}))) == ["agent.max_turns was 8, is 2"]
+
+
+def test_a_reference_model_that_comes_from_elsewhere_is_noticed(home):
+    """Injected: model.megatron_path is set, or left out, between two starts."""
+    converted = home / "converted"
+    converted.mkdir()
+    (converted / "manifest.json").write_text("{}")
+    from_there = {"model": {"path": str(home / "model"), "megatron_path": str(converted)}}
+    for then, now in ((kept(home), spec(home, **from_there)), (kept(home, **from_there), spec(home))):
+        named = changes(then, identity(now))
+        assert [each.partition(" was ")[0] for each in named] == [
+            "digest of model.megatron_path",
+            "sampled digest of model.path's weights",
+        ]

@@ -7,6 +7,7 @@ here: the checks of model, data and disk say what should be.
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,11 +60,17 @@ def _input_faults(key: str, path: Path) -> Iterator[str]:
     for file in files:
         try:
             # not to be waited for, should it be a pipe
-            os.close(os.open(file, os.O_RDONLY | os.O_NONBLOCK))
+            descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+            mode = os.fstat(descriptor).st_mode
+            os.close(descriptor)
         except OSError as error:
             if error.errno not in _NOT_THERE:
                 yield f"{key}: {_refused(file, error)}; mend that, or set {key} to another place"
                 return
+            continue
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            yield f"{key}: {_short(str(file))} is a pipe or a device, and is to be read more than once; name a file"
+            return
 
 
 def _output_faults(key: str, path: Path) -> Iterator[str]:

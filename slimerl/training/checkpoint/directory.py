@@ -111,7 +111,7 @@ def read_manifest(directory: Path) -> Manifest:
         signed = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=_Signed)
     except OSError as error:
         raise Damaged(f"{MANIFEST}: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} cannot be read: {error}") from None
     if _digest(signed.manifest) != signed.digest:
         raise Damaged(f"{MANIFEST} does not match its own digest")

@@ -23,6 +23,8 @@ _ALGORITHM_MAY_CHANGE = {"dynamic_sampling_rounds"}
 """How long the search for a usable group may last; what a group is used for stays the same."""
 _REWARD_MAY_CHANGE = {"workers", "timeout_s", "url", "concurrency", "token_variable"}
 """Where and how fast is judged, not how: a service may have moved."""
+_AGENT_MAY_CHANGE = {"workers", "timeout_s", "episodes_per_call", "python_wall_s", "port", "silent_s"}
+"""Where and how fast, and for how long something is waited for."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,6 +40,7 @@ _TOKENIZER_FILES = (
 )
 """What transformers reads a tokenizer from, where it is there; the last has ids that end a response."""
 _ABSENT = "no file"
+_UNREAD = "not read"
 
 _SAMPLED_BLOCKS = 256
 """Of all weight files together, each file has one at least."""
@@ -91,6 +94,8 @@ def _tokenizer(model_path: Path) -> dict[str, str]:
 def _sampling(spec: RunSpec) -> dict[str, Any]:
     """What is sampled from, and how it is judged."""
     values: dict[str, Any] = {"rollout.temperature": spec.rollout.temperature, "reward.kind": _kind(spec.reward)}
+    agent = _dumped(spec.agent)
+    values |= {f"agent.{key}": value for key, value in agent.items() if key not in _AGENT_MAY_CHANGE}
     if isinstance(spec.reward, CompositeReward):
         values["reward.on_failure"] = spec.reward.on_failure
         values["weights of reward.parts"] = [part.weight for part in spec.reward.parts]
@@ -109,9 +114,12 @@ def _kind(reward: AnyReward) -> str:
 
 def _reference(spec: RunSpec) -> dict[str, Any]:
     """Of the weights that the reference model is made of at every start: a checkpoint of the run has the policy's."""
-    if spec.model.megatron_path is not None:
-        return {"digest of model.megatron_path": _digest_or_absent(spec.model.megatron_path / directory.MANIFEST)}
-    return {"sampled digest of model.path's weights": weights_digest(spec.model.path)}
+    path = spec.model.megatron_path
+    # both, so that weights of the one kind in place of the other are a change
+    return {
+        "digest of model.megatron_path": _ABSENT if path is None else _digest_or_absent(path / directory.MANIFEST),
+        "sampled digest of model.path's weights": weights_digest(spec.model.path) if path is None else _UNREAD,
+    }
 
 
 def weights_digest(model_path: Path) -> str:

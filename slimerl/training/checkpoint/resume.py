@@ -47,7 +47,7 @@ def find(spec: RunSpec, grid: Grid, identity: Mapping[str, Any]) -> Resumed | No
         identity: of the run that is to go on.
 
     Raises:
-        ResumeError: there are checkpoints, but none can be used, or the spec says not to.
+        ResumeError: there are checkpoints, but none can be used, the spec says not to, or is of fewer steps.
     """
     root = checkpoint_root(spec)
     seen = (directory.complete_steps(root), directory.partial_names(root), directory.unusable_names(root))
@@ -64,6 +64,7 @@ def find(spec: RunSpec, grid: Grid, identity: Mapping[str, Any]) -> Resumed | No
         if manifest is not None and manifest.step == step:
             found = Resumed(directory.complete_path(root, step), manifest, rejected)
             _check_identity(found, identity)
+            _check_steps(found, spec.training.steps)
             return found
         rejected.append(f"step-{step}: {fault or 'its manifest is of another step'}")
         if grid.is_first:
@@ -113,6 +114,15 @@ def _manifest(path: Path) -> tuple[Manifest | None, str]:
         return directory.read_manifest(path), ""
     except Damaged as error:
         return None, str(error)
+
+
+def _check_steps(found: Resumed, steps: int) -> None:
+    """Otherwise a model that has seen more steps would be exported as that of fewer."""
+    if found.step > steps:
+        raise ResumeError(
+            f"{found.directory} is of step {found.step}, but training.steps = {steps}; raise it to {found.step} or "
+            "more, start anew with --fresh, or set output_dir=…"
+        )
 
 
 def _check_identity(found: Resumed, now: Mapping[str, Any]) -> None:

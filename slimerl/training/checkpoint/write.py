@@ -172,7 +172,7 @@ class _Child:
         self._error = -1
         for _ in range(FORKS):
             self._fork(work)
-            if select.select([self._error], [], [], FORK_S)[0]:
+            if _said(self._error, FORK_S):
                 os.read(self._error, len(_STARTED))
                 return
             self.kill()
@@ -218,6 +218,13 @@ class _Child:
     def __del__(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self._error)
+
+
+def _said(descriptor: int, timeout_s: float) -> bool:
+    """Is there something to read, or its end, within that time? `select` takes no descriptor from 1024 on."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def _run_and_leave(work: Callable[[], None], error: int, parent: int) -> None:
