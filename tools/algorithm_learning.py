@@ -54,7 +54,9 @@ CASES: dict[str, Case] = {
     "reinforce_pp_baseline": Case("REINFORCE++-baseline", _of("reinforce_pp_baseline")),
     "ppo": Case("PPO with critic", _of("ppo")),
     "decoupled_ppo": Case("decoupled PPO", _of("decoupled_ppo"), _STALE),
-    "distillation": Case("on-policy distillation", _of("distillation")),
+    "distillation": Case(
+        "on-policy distillation from GRPO's model", _of("distillation", "teacher_path={out}/grpo/model")
+    ),
     "token_tis": Case("GRPO, token TIS", _of("grpo", "correction=token_tis"), _STALE),
     "sequence_tis": Case("GRPO, sequence TIS", _of("grpo", "correction=sequence_tis"), _STALE),
     "mis": Case("GRPO, MIS", _of("grpo", "correction=mis"), _STALE),
@@ -91,7 +93,7 @@ def main(
     own = ["evaluation.every_steps=0", "checkpoint.every_steps=0", *(overrides or ())]
     variants, left_out = [], {}
     for name in only or CASES:
-        variant = Variant(name, tuple(options_of(name, load_spec(spec, own))))
+        variant = Variant(name, tuple(options_of(name, load_spec(spec, own), out)))
         if why := refused(spec, [*own, *variant.overrides]):
             left_out[name] = why
         else:
@@ -111,11 +113,12 @@ def main(
     raise typer.Exit(1 if problems else 0)
 
 
-def options_of(name: str, spec: RunSpec) -> Iterator[str]:
+def options_of(name: str, spec: RunSpec, out: Path) -> Iterator[str]:
     """The overrides of a case."""
     case = CASES[name]
     # the whole section at once: an option of the spec's own algorithm may be none of this one's
-    pairs = (option.format(max_new_tokens=spec.rollout.max_new_tokens).split("=") for option in case.options)
+    values = {"max_new_tokens": spec.rollout.max_new_tokens, "out": out}
+    pairs = (option.format(**values).split("=") for option in case.options)
     yield "algorithm={" + ", ".join(f"{key}: {value}" for key, value in pairs) + "}"
     yield f"rollout.max_staleness={case.staleness}"
     yield from FURTHER.get(name, ())

@@ -25,7 +25,7 @@ CAP = 40.0
 
 def delay_s(sample_id: str, mean_s: float, shape: float) -> float:
     """Of the sample's reward: Pareto's law with that mean and tail exponent, capped at `CAP` means."""
-    uniform = (xxhash.xxh64_intdigest(sample_id) + 1) / 2**64
+    uniform = (xxhash.xxh64_intdigest(sample_id.encode()) + 1) / 2**64
     return min(CAP * mean_s, mean_s * (shape - 1) / shape * uniform ** (-1 / shape))
 
 

@@ -49,7 +49,7 @@ async def run_role(spec: RunSpec, index: int, node: int = 0, head: str = "") -> 
             healthy = time.monotonic()
             trace.add("start", started, healthy, "server")
             say(server, f"healthy after {healthy - started:.1f} s at {server.url}")
-            if device is Device.CUDA and spec.shares_gpus:
+            if spec.takes_turns(device is Device.CUDA):
                 await leave_gpus(server, spec.deadlines.start_s)
             await _register_while_running(spec, server)
             serving = time.monotonic()

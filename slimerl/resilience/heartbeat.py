@@ -4,8 +4,10 @@ Flows in: `enter` and `beat` from the code that works. Flows out: RUN_DIR/heartb
 a thread of its own rewrites in place once a second, as long as the process is scheduled at all and its interpreter
 turns:
     {"pid", "beat", "phase", "late_s"}
-`beat` grows with every line; `late_s`: seconds since the process should have got on, negative while there is time. On `STACKS_SIGNAL` a process that has a heartbeat writes the stacks of all its threads to its
-standard error: also from within a collective, for no bytecode of Python has to run for it.
+`beat` grows with every line; `late_s`: seconds since the process should have got on, negative while there is time.
+
+On `STACKS_SIGNAL` a process that has a heartbeat writes the stacks of all its threads to its standard error: also from
+within a collective, for no bytecode of Python has to run for it.
 
 A process has one heartbeat, as it has one trace: `start` opens it, and until then every call here does nothing. A
 disk that cannot be written ends the heartbeat with a warning, and never the process.

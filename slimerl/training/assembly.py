@@ -37,6 +37,7 @@ from slimerl.training.sft_rows import load_tokenizer, read_samples
 from slimerl.training.source import Source
 from slimerl.training.step import PolicyTrainer
 from slimerl.training.stragglers import RankTimes
+from slimerl.training.teacher import load_teacher
 from slimerl.training.weights import ModelMap, export_weights, load_weights, model_map
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ def build_policy(spec: RunSpec, grid: Grid, capabilities: Capabilities) -> Polic
     algorithm = algorithm_of(spec.algorithm)
     refresh_steps = spec.algorithm.reference_refresh_steps
     trainer = PolicyTrainer(chunks, optimizer, schedule, algorithm, grid, refresh_steps)
+    if spec.algorithm.teacher_path is not None:
+        trainer.teacher = load_teacher(spec.algorithm.teacher_path, spec.model.path, chunks, where, grid.rank)
     batching = build_batching(spec, grid, capabilities, arguments)
     state = TrainedState(chunks, optimizer, schedule)
     return Policy(trainer, state, chunks, arguments, algorithm, where, grid, batching, spec.model.path)
@@ -107,7 +110,7 @@ def rank_comparison(policy: Policy) -> Callable[[Mapping[str, float]], Mapping[s
 
 def shares_gpus(spec: RunSpec, capabilities: Capabilities) -> bool:
     """Trainer and engines take turns in the memory of the same GPUs."""
-    return capabilities.cuda and spec.shares_gpus
+    return spec.takes_turns(capabilities.cuda)
 
 
 def with_engines(spec: RunSpec, policy: Policy, client: RolloutClient | None) -> tuple[Source, Syncer]:

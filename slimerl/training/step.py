@@ -52,6 +52,8 @@ class PolicyTrainer:
         self._schedule = schedule
         self._algorithm = algorithm
         self._grid = grid
+        self.teacher: ReferenceModel | None = None
+        """Where the algorithm asks for one."""
         self.compute_s = 0.0
         """Of this rank's own forward and backward passes in the last step."""
         self._timer = ComputeTimer(grid.device)
@@ -108,6 +110,9 @@ class PolicyTrainer:
             self._reference.refresh(self._schedule.num_steps)
             with trace.span("reference"), self._reference.turn():
                 minibatches = self._noted(minibatches, lambda each, found: replace(each, reference_logprobs=found))
+        if self.teacher is not None:
+            with trace.span("teacher"), self.teacher.turn():
+                minibatches = self._noted(minibatches, lambda each, found: replace(each, teacher_logprobs=found))
         return minibatches
 
     def _noted(
@@ -161,6 +166,7 @@ class PolicyTrainer:
             sequences=micro_batch.sequences,
             totals=micro_batch.totals,
             reference_logprobs=micro_batch.reference_logprobs,
+            teacher_logprobs=micro_batch.teacher_logprobs,
             entropy=entropy,
         )
         terms = self._algorithm.loss(tokens)

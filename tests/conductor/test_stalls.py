@@ -106,7 +106,9 @@ def test_a3_a_child_that_is_stopped_ends_its_role_which_leaves_nothing(tmp_path,
 
 
 def test_a_role_that_gets_on_is_left_alone_and_so_is_one_whose_heartbeat_was_closed(tmp_path, start):
-    busy = "heartbeat.enter('train')\nwhile not (here / 'close').exists():\n    time.sleep(0.05)\n    heartbeat.beat()\n"
+    busy = (
+        "heartbeat.enter('train')\nwhile not (here / 'close').exists():\n    time.sleep(0.05)\n    heartbeat.beat()\n"
+    )
     role = start(busy + "heartbeat.stop()\n(here / 'closed').touch()\nstand_here()")
     stalls = Stalls(tmp_path, ALIVE_S, LOOK_S)
 
