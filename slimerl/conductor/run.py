@@ -45,7 +45,8 @@ _FILES_OF_A_START = (TRACE_FILE, ADDRESS_FILE, STOP_FILE)
 _DIRECTORIES_OF_A_START = (TRACE_DIR, RESOURCES_DIR, REQUESTS_DIR, HEARTBEATS_DIR)
 """Mean nothing to a run that goes on: an address of a service that is gone, a request to stop that came too late."""
 _FILES_OF_A_RECORD = (METRICS_FILE, EVENTS_FILE)
-_DIRECTORIES_OF_A_RECORD = ("tensorboard", "logs", CHECKPOINTS_DIR, DRAFTS_DIR)
+_LOGS = "logs"
+_DIRECTORIES_OF_A_RECORD = ("tensorboard", _LOGS, CHECKPOINTS_DIR, DRAFTS_DIR)
 USED_NAMES = (
     LOCK,
     SPEC_FILE,
@@ -98,7 +99,8 @@ def _run_until_done(spec: RunSpec, spec_file: Path, run_dir: Path, console: Cons
             return _run_roles(spec, spec_file, run_dir, console, Engines(spec, spec_file, say))
         except RoleFailed as failure:
             from_beginning = restarts.start_over(failure)
-            _clear(spec, goes_on=not from_beginning)
+            # also from its beginning it is the same run: its logs say why
+            _clear(spec, goes_on=not from_beginning, keep=(_LOGS,))
             restarts.record()
 
 
@@ -206,14 +208,14 @@ def _claimed(spec: RunSpec, fresh: bool) -> Iterator[Path]:
         yield run_dir
 
 
-def _clear(spec: RunSpec, goes_on: bool) -> None:
-    """Remove what an earlier start left, and, where the run does not go on, its record.
+def _clear(spec: RunSpec, goes_on: bool, keep: tuple[str, ...] = ()) -> None:
+    """Remove what an earlier start left, and, where the run does not go on, its record but for what is to be kept.
 
     Raises RunDirectoryTaken: the run reads some of it, or it cannot be removed.
     """
     leftovers = (*_FILES_OF_A_START, *_DIRECTORIES_OF_A_START)
     record = () if goes_on else (*_FILES_OF_A_RECORD, *_DIRECTORIES_OF_A_RECORD)
-    doomed = [spec.run_dir / name for name in (*leftovers, *record)]
+    doomed = [spec.run_dir / name for name in (*leftovers, *record) if name not in keep]
     for key, path in spec.input_paths.items():
         if lost := next((each for each in doomed if path.resolve().is_relative_to(each.resolve())), None):
             raise RunDirectoryTaken(
@@ -222,7 +224,7 @@ def _clear(spec: RunSpec, goes_on: bool) -> None:
     try:
         for path in doomed:
             _remove(path)
-        (spec.run_dir / "logs").mkdir(exist_ok=True)
+        (spec.run_dir / _LOGS).mkdir(exist_ok=True)
     except OSError as error:
         raise RunDirectoryTaken(f"what an earlier run left cannot be removed: {error}") from None
 
