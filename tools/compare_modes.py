@@ -83,8 +83,12 @@ def _rewards(mean_s: float, shape: float) -> Iterator[list[str]]:
         yield []
         return
     with serve(mean_s, shape) as url:
-        # in one, for the keys of another kind would not be read
-        yield [f"reward={{kind: http, url: '{url}', timeout_s: 600, concurrency: {MAX_TAIL_CONCURRENCY}}}"]
+        yield [tail_override(url)]
+
+
+def tail_override(url: str) -> str:
+    """The whole section at once: the keys of another kind would not be read."""
+    return f"reward={{kind: http, url: '{url}', timeout_s: 600, concurrency: {MAX_TAIL_CONCURRENCY}}}"
 
 
 def figures(run_dir: Path) -> dict[str, Any]:

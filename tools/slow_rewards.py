@@ -30,7 +30,7 @@ def delay_s(sample_id: str, mean_s: float, shape: float) -> float:
 
 
 @contextmanager
-def serve(mean_s: float, shape: float) -> Iterator[str]:
+def serve(mean_s: float, shape: float, port: int = PORT) -> Iterator[str]:
     """The address of the service, which runs in a thread until the block ends."""
 
     async def judge(request: web.Request) -> web.Response:
@@ -46,7 +46,7 @@ def serve(mean_s: float, shape: float) -> Iterator[str]:
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.0)
         await runner.setup()
         try:
-            await web.TCPSite(runner, "127.0.0.1", PORT).start()
+            await web.TCPSite(runner, "127.0.0.1", port).start()
             listening.set()
             await asyncio.to_thread(ended.wait)
         finally:
@@ -56,12 +56,12 @@ def serve(mean_s: float, shape: float) -> Iterator[str]:
     thread = threading.Thread(target=lambda: asyncio.run(listen()), name="slow rewards", daemon=True)
     thread.start()
     try:
-        Deadline(f"the reward service to listen on port {PORT}", START_S).wait_until(
+        Deadline(f"the reward service to listen on port {port}", START_S).wait_until(
             lambda: listening.is_set() or not thread.is_alive()
         )
         if not listening.is_set():
-            raise RuntimeError(f"the reward service could not listen on 127.0.0.1:{PORT}; is the port taken?")
-        yield f"http://127.0.0.1:{PORT}/"
+            raise RuntimeError(f"the reward service could not listen on 127.0.0.1:{port}; is the port taken?")
+        yield f"http://127.0.0.1:{port}/"
     finally:
         ended.set()
         thread.join(START_S)

@@ -22,7 +22,7 @@ from slimerl.conductor.supervise import RoleProcess
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.resilience.heartbeat import STACKS_SIGNAL, Pulse, read_pulses
 
-LOOK_S = 2.0
+LOOK_S = 5.0
 """Between two looks; one costs some milliseconds for each role."""
 STACKS_S = 5.0
 """For a process to write its stacks; one that is stopped wakes up for it."""

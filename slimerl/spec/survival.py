@@ -38,7 +38,7 @@ class DeadlineSpec(Strict):
     sync_s: Seconds = 300.0
     checkpoint_s: Seconds = 1800.0
     """From the time when the next one is due, or the run ends."""
-    alive_s: Seconds = 60.0
+    alive_s: Seconds = 120.0
     """A process that is stopped, or gives no sign of life for so long, is killed, its threads' stacks in its log; then
     as after any kill. Raise it to debug a role."""
     stall_s: Seconds = 300.0

@@ -105,7 +105,7 @@ def build_policy(spec: RunSpec, grid: Grid, capabilities: Capabilities) -> Polic
 def rank_comparison(policy: Policy) -> Callable[[Mapping[str, float]], Mapping[str, float]]:
     """From this rank's figures of a step, which rank the others wait for; called on every rank."""
     times = RankTimes(("compute", "fetch"), policy.grid.device)
-    return lambda figures: times.compare({"compute": policy.trainer.compute_s, "fetch": figures["time/fetch"]})
+    return lambda figures: times.compare({"compute": policy.trainer.compute_s, "fetch": figures.get("time/fetch", 0.0)})
 
 
 def shares_gpus(spec: RunSpec, capabilities: Capabilities) -> bool:

@@ -1,16 +1,20 @@
 """What the tools that compare runs make of their records, and what they do not run again."""
 
+import asyncio
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 from algorithm_learning import CASES, FROM_DATA, options_of, refused
-from compare_modes import compare, seconds_to, tokens_behind, unequal_ratio
-from slow_rewards import CAP, delay_s
+from compare_modes import compare, seconds_to, tail_override, tokens_behind, unequal_ratio
+from slow_rewards import CAP, delay_s, serve
 from tiny_run import write_spec
 from variants import is_done
 
 from slimerl.algorithms import ALGORITHMS
+from slimerl.engine.local_resources import ReservedPort
+from slimerl.rewards.build import build_reward
+from slimerl.rewards.outcome import RewardRequest, Scored, Unparsable
 from slimerl.spec import load_spec
 from slimerl.spec.load import dump_spec
 from slimerl.telemetry.run_log import RunLog
@@ -54,6 +58,23 @@ def test_the_tail_is_heavy_has_the_mean_that_was_asked_for_and_is_the_same_in_ev
     assert delays[len(delays) // 2] < 0.6
     assert delays[-1] == CAP
     assert delay_s("p7/3", 1.0, 1.5) == delay_s("p7/3", 1.0, 1.5)
+
+
+def test_the_slow_service_judges_as_the_exact_rule_does_in_the_words_of_the_http_reward(tmp_path):
+    async def judged(url, *responses):
+        section = load_spec(write_spec(tmp_path), [tail_override(url)]).reward
+        reward = build_reward(section)
+        await reward.start()
+        try:
+            return [await reward.score(RewardRequest("p0/0", response, "146")) for response in responses]
+        finally:
+            await reward.close()
+
+    port = ReservedPort("127.0.0.1")
+    number = port.number
+    port.release()
+    with serve(0.001, 1.5, number) as url:
+        assert asyncio.run(judged(url, "146", "136", " ")) == [Scored(1.0, True), Scored(0.0, False), Unparsable()]
 
 
 def test_a_run_is_done_only_where_it_came_to_its_end_with_the_same_spec(tmp_path):
