@@ -240,10 +240,7 @@ class ClusterSpec(Strict):
     @model_validator(mode="after")
     def _turns_need_one_place(self) -> "ClusterSpec":
         if self.turns == "always" and self.placement != "colocated":
-            raise ValueError(
-                f"cluster.turns: always has no meaning with cluster.placement: {self.placement}, whose roles have "
-                "memory of their own; set cluster.placement: colocated, or drop cluster.turns"
-            )
+            raise ValueError("cluster.turns: always needs cluster.placement: colocated; set that, or drop the key")
         return self
 
 
