@@ -44,6 +44,8 @@ from slimerl.training.rollout_client import RolloutClient
 
 CHECKPOINT_STEPS = 2
 FROZEN_S = 5.0
+ALIVE_S = 15.0
+"""`deadlines.alive_s` under fire: longer than a process is frozen that wakes up again."""
 ENGINE_S, ROLE_S = 45.0, 60.0
 """Limits of recovery."""
 POLL_S = 0.05
@@ -109,6 +111,15 @@ Strike = Callable[[Fired, random.Random], bool]
 def killed(text: str) -> Strike:
     def strike(run: Fired, chance: random.Random) -> bool:
         return (victim := _one(run, text, chance)) is not None and _signalled(victim, signal.SIGKILL)
+
+    return strike
+
+
+def stopped(text: str) -> Strike:
+    """For good: it is to be found standing still, and killed."""
+
+    def strike(run: Fired, chance: random.Random) -> bool:
+        return (victim := _one(run, text, chance)) is not None and _signalled(victim, signal.SIGSTOP)
 
     return strike
 
@@ -184,6 +195,10 @@ KINDS: dict[str, tuple[Strike, float]] = {
     "engine's scheduler frozen": (frozen(SERVER), ENGINE_S),
     "rollout role killed": (killed(ROLLOUT), ROLE_S),
     "rollout role frozen": (frozen(ROLLOUT), ROLE_S),
+    "engine's scheduler stopped": (stopped(SERVER), ALIVE_S + ENGINE_S),
+    "rollout role stopped": (stopped(ROLLOUT), ALIVE_S + ROLE_S),
+    "trainer rank stopped": (stopped(RANK), ALIVE_S + ROLE_S),
+    "launcher stopped": (stopped(LAUNCHER), ALIVE_S + ROLE_S),
     "trainer rank killed": (killed(RANK), ROLE_S),
     "trainer rank frozen": (frozen(RANK), ROLE_S),
     "launcher killed": (killed(LAUNCHER), ROLE_S),
@@ -263,6 +278,7 @@ def struck(
 ) -> tuple[list[Survived], list[str]]:
     """Run SPEC in OUT/fire under fire; what was survived, and what went wrong."""
     budget = [f"resilience.{key}={faults + 1}" for key in ("run_restarts", "engine_restarts")]
+    budget.append(f"deadlines.alive_s={ALIVE_S}")
     run = Fired(_command(spec, [*overrides, *budget], out / "fire"), out / "fire")
     survived, problems = under_fire(run, kinds, faults, chance, out / "faults.jsonl")
     return survived, problems + [f"left behind: {each}" for each in run.left_behind()]

@@ -56,7 +56,7 @@ class EngineRestarts:
         record_restart(self._spec.run_dir, text)
 
     def _impossible(self) -> str:
-        if self._spec.shares_gpus and has_cuda():
+        if self._spec.takes_turns(has_cuda()):
             return "it would start on GPUs whose memory the trainer may hold; the run starts over instead"
         return ""
 

@@ -17,8 +17,10 @@ from rich.console import Console
 from slimerl.conductor.elastic import REQUESTS_DIR, ElasticEngines
 from slimerl.conductor.restarts import EngineRestarts, RunRestarts
 from slimerl.conductor.roles import role_commands
+from slimerl.conductor.stalls import Stalls
 from slimerl.conductor.supervise import RoleFailed, RoleProcess, end_all, watch
 from slimerl.conductor.termination import TerminationRequest
+from slimerl.resilience.heartbeat import HEARTBEATS_DIR
 from slimerl.rollout.speculation.drafts_file import DIRECTORY as DRAFTS_DIR
 from slimerl.samples.messages import ADDRESS_FILE
 from slimerl.spec import RunSpec
@@ -41,7 +43,7 @@ _SYNC = "sync"
 """Buckets of `sync.transport: disk`."""
 LOGS_DIR = "logs"
 _FILES_OF_A_START = (TRACE_FILE, ADDRESS_FILE, STOP_FILE)
-_DIRECTORIES_OF_A_START = (TRACE_DIR, RESOURCES_DIR, REQUESTS_DIR)
+_DIRECTORIES_OF_A_START = (TRACE_DIR, RESOURCES_DIR, REQUESTS_DIR, HEARTBEATS_DIR)
 """Mean nothing to a run that goes on: an address of a service that is gone, a request to stop that came too late."""
 _FILES_OF_A_RECORD = (METRICS_FILE, EVENTS_FILE)
 _DIRECTORIES_OF_A_RECORD = ("tensorboard", LOGS_DIR, CHECKPOINTS_DIR, DRAFTS_DIR)
@@ -103,13 +105,15 @@ def _run_until_done(spec: RunSpec, spec_file: Path, run_dir: Path, console: Cons
 
 
 class Engines:
-    """What becomes of engines while a run goes on."""
+    """What becomes of engines, and of any role that stands still, while a run goes on."""
 
     def __init__(self, spec: RunSpec, spec_file: Path, say: Callable[[str], None]) -> None:
         self._restarts, self._elastic = EngineRestarts(spec, say), ElasticEngines(spec, spec_file, say)
+        self._stalls = Stalls(spec.run_dir, spec.deadlines.alive_s)
 
     def look_after(self, roles: list[RoleProcess]) -> None:
         """Raises RoleFailed."""
+        self._stalls.end_stalled(roles)
         self._elastic.serve(roles)
         self._restarts.replace_ended(roles)
 

@@ -24,11 +24,12 @@ HELPER_GRACE_S = 3.0
 class RoleFailed(RuntimeError):
     """A role ended although the run was not over; the message names it and ends with the tail of its log."""
 
-    def __init__(self, name: str, exit_code: int, log_path: Path, log_start: int = 0) -> None:
-        """Args: `log_start`: where the log of this start of the role begins."""
+    def __init__(self, name: str, exit_code: int, log_path: Path, log_start: int = 0, stall: str = "") -> None:
+        """Args: `log_start`: where the log of this start of the role begins; `stall`: why it was killed, if it was
+        because it stood still."""
         log = text_from(log_path, log_start)
         self.name, self.kind = name, kind_of_exit(exit_code, log)
-        self.summary = f"{name} {describe_exit(exit_code)}"
+        self.summary = f"{name} {stall or describe_exit(exit_code)}"
         self._end_of_log = f"; the end of {log_path}:\n{last_lines(without_launcher(log))}"
         super().__init__(self.summary + self._end_of_log)
 
@@ -44,6 +45,7 @@ class RoleProcess:
     def __init__(self, role: RoleCommand, log_dir: Path) -> None:
         self.role = role
         self._seen: list[psutil.Process] = []
+        self._stall = ""
         self.log_path = log_dir / f"{role.name}.log"
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
@@ -86,6 +88,20 @@ class RoleProcess:
         _, alive = psutil.wait_procs(descendants, timeout=HELPER_GRACE_S)
         kill_all(alive)
 
+    def processes(self) -> list[psutil.Process]:
+        """Those that live: the role's own, and what it has started."""
+        try:
+            return [psutil.Process(self.pid), *self._descendants()]
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill_stalled(self, why: str) -> None:
+        """It stands still and would not heed a request: kill it, reap it, and leave nothing of its tree."""
+        self._stall = why
+        self._seen = self._descendants()
+        self._process.kill()
+        self.end(0.0)
+
     def _descendants(self) -> list[psutil.Process]:
         try:
             return psutil.Process(self.pid).children(recursive=True)
@@ -93,7 +109,7 @@ class RoleProcess:
             return []
 
     def failure(self) -> RoleFailed:
-        return RoleFailed(self.role.name, self._process.returncode, self.log_path, self._log_start)
+        return RoleFailed(self.role.name, self._process.returncode, self.log_path, self._log_start, self._stall)
 
 
 def watch(roles: Sequence[RoleProcess]) -> bool:

@@ -18,6 +18,7 @@ from slimerl.engine.launcher import Device, Server, ServerFailed, detect_device,
 from slimerl.engine.local_resources import NoAddress
 from slimerl.engine.protocol import MemoryTag
 from slimerl.engine.registration import RegistrationFailed, register
+from slimerl.resilience import heartbeat
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.resilience.failure_kinds import UNUSABLE_INPUT
 from slimerl.samples.messages import EngineInfo
@@ -39,6 +40,7 @@ async def run_role(spec: RunSpec, index: int, node: int = 0, head: str = "") -> 
     started, serving = time.monotonic(), None
     server = start_server(spec, index, device, node, head)
     trace.start(spec.run_dir, server.engine_id)
+    alive = heartbeat.start_of_loop(spec.run_dir, server.engine_id, spec.deadlines.stall_s)
     resources = asyncio.create_task(ResourceMeter(spec.run_dir, server.engine_id).watch())
     say(server, f"starting SGLang on {device}, tensor parallel {spec.engine.tensor_parallel}; log: {server.log_path}")
     try:
@@ -48,7 +50,7 @@ async def run_role(spec: RunSpec, index: int, node: int = 0, head: str = "") -> 
             healthy = time.monotonic()
             trace.add("start", started, healthy, "server")
             say(server, f"healthy after {healthy - started:.1f} s at {server.url}")
-            if device is Device.CUDA and spec.shares_gpus:
+            if spec.takes_turns(device is Device.CUDA):
                 await leave_gpus(server, spec.deadlines.start_s)
             await _register_while_running(spec, server)
             serving = time.monotonic()
@@ -59,6 +61,7 @@ async def run_role(spec: RunSpec, index: int, node: int = 0, head: str = "") -> 
             await asyncio.sleep(_WATCH_S)
     finally:
         resources.cancel()
+        alive.cancel()
         if serving is not None:
             trace.add("serve", serving, time.monotonic(), "server")
         trace.stop()

@@ -23,6 +23,7 @@ from aiohttp import web
 
 from slimerl.engine.local_resources import NoAddress, own_address
 from slimerl.engine.protocol import SamplingParams
+from slimerl.resilience import heartbeat
 from slimerl.resilience.processes import die_with_parent
 from slimerl.rewards.build import build_reward, reads_prompt
 from slimerl.rewards.outcome import RewardUnavailable, RunningReward
@@ -105,6 +106,7 @@ async def serve(spec: RunSpec) -> None:
     token = secrets.token_hex(16)
     ended = asyncio.Event()
     trace.start(spec.run_dir, "rollout")
+    alive = heartbeat.start_of_loop(spec.run_dir, "rollout", spec.deadlines.stall_s)
     reward, agent = build_reward(spec.reward), build_agent(spec.agent)
     try:
         # All take seconds; none needs the other.
@@ -119,6 +121,7 @@ async def serve(spec: RunSpec) -> None:
             await _until_ended(ended, service, ResourceMeter(spec.run_dir, "rollout"))
     finally:
         await asyncio.gather(reward.close(), agent.close())
+        alive.cancel()
         trace.stop()
     logger.info("ended")
 

@@ -27,7 +27,14 @@ from slimerl.rollout.dynamic_sampling import InformativeGroups, NothingToLearn
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.parts import Parts
 from slimerl.rollout.prompts import Drawn, Prompt, PromptStream
-from slimerl.rollout.statistics import GroupRecord, batch_metrics, length_error, partial_metrics, trace_groups
+from slimerl.rollout.statistics import (
+    GroupRecord,
+    batch_metrics,
+    length_error,
+    partial_metrics,
+    token_staleness,
+    trace_groups,
+)
 from slimerl.samples.messages import BatchManifest, RolloutState
 from slimerl.samples.sample import Sample
 from slimerl.samples.store import GroupState, SampleStore
@@ -157,6 +164,7 @@ class Scheduler:
         metrics |= self.judge.take_figures() | self.dispatcher.take_figures()
         metrics |= length_error(batch.samples, dict(zip(chosen, records, strict=True)))
         metrics |= partial_metrics([self.store.sample(sample_id) for sample_id in self._tasks])
+        metrics |= token_staleness([self.store.sample(each.sample_id) for each in batch.samples], gate.version)
         self._dropped_before = dropped
         trace_groups(step, records)
         manifest = BatchManifest(batch_id, step, list(batch.samples), metrics)

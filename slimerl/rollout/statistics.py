@@ -1,7 +1,7 @@
 """What a batch's manifest says of how it was made.
 
-Flows in: the batch's metadata, what was noted of its groups, drops since the last batch. Flows out: `rollout/…`
-figures. Clock readings are seconds of one monotonic clock.
+Flows in: the batch's metadata, what was noted of its groups, drops since the last batch. Flows out: `rollout/…` and
+`staleness/…` figures. Clock readings are seconds of one monotonic clock.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from statistics import fmean
 
 from slimerl.rollout.agents.policy import LENGTH, OVERFLOW
 from slimerl.samples.messages import SampleMeta
-from slimerl.samples.sample import Sample
+from slimerl.samples.sample import OBSERVED_VERSION, Sample
 from slimerl.telemetry import trace
 
 TRUNCATED = frozenset({LENGTH, OVERFLOW})
@@ -131,6 +131,17 @@ def partial_metrics(under_way: Iterable[Sample]) -> dict[str, float]:
     unfinished = [sample for sample in under_way if sample.finish_reason is None]
     tokens = [len(sample.response_tokens) for sample in unfinished if sample.response_tokens]
     return {"rollout/partial_samples": float(len(tokens)), "rollout/partial_tokens": float(sum(tokens))}
+
+
+def token_staleness(samples: Iterable[Sample], version: int) -> dict[str, float]:
+    """`staleness/tokens_behind_N`: share of the sampled tokens that came from weights N versions before `version`, for
+    each N that occurs."""
+    tokens: Counter[int] = Counter()
+    for sample in samples:
+        tokens.update(sample.versions)
+    tokens.pop(OBSERVED_VERSION, None)
+    count = sum(tokens.values())
+    return {f"staleness/tokens_behind_{version - each}": tokens[each] / count for each in sorted(tokens, reverse=True)}
 
 
 def _cached_fraction(groups: Sequence[GroupRecord]) -> float:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from slimerl.spec.fields import NonNegative, Positive, Real, Strict
+from slimerl.spec.fields import FilePath, NonNegative, Positive, Real, Strict
 from slimerl.spec.functions import ImportPath
 
 AlgorithmName = Literal[
@@ -69,7 +69,7 @@ ALGORITHM_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     | _KL_LOSS
     | dict.fromkeys(("behavior_weight_cap", "entropy_coef", "aggregation"))
     | {"clip_high": 0.2},
-    "distillation": _CLIP | _COMMON,
+    "distillation": _CLIP | _COMMON | {"teacher_path": None},
     "custom": _CLIP | _STD | _COMMON | _KL_LOSS | dict.fromkeys(("advantage_function", "loss_function")),
     "sft": {},
     "dpo": {"dpo_beta": None},
@@ -177,6 +177,9 @@ class AlgorithmSpec(Strict):
     """Groups that are all right or all wrong are replaced, until this many times the step's groups were sampled; 0:
     they are kept."""
 
+    teacher_path: FilePath | None = None
+    """Of the model that on-policy distillation learns from: a checkpoint of the policy's architecture, whose weights
+    each rank keeps in host memory."""
     dpo_beta: Annotated[Real, Field(gt=0)] = 0.1
     advantage_function: ImportPath | None = None
     """`package.module:function`, (rewards, groups) → one advantage per sample."""

@@ -223,17 +223,26 @@ class EngineSpec(Strict):
 
 
 class ClusterSpec(Strict):
-    """The GPUs of the run; without CUDA it means nothing."""
+    """The GPUs of the run; without CUDA it means nothing, but for `turns`."""
 
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """colocated: engines and trainer take turns on the same GPUs, and hand their memory to each other.
     disaggregated: the GPUs behind the trainer's are the engines'."""
+    turns: Literal["auto", "always"] = "auto"
+    """When colocated roles take turns. auto: with CUDA; always: also without, where the trainer's memory moves about in
+    the host's and engines free none, to try the order of the turns."""
     gpus_per_node: Positive = 8
     network: Literal["loopback", "hostname"] = "loopback"
     """Where roles listen. loopback: all of them are on one machine. hostname: at the address of the machine's name,
     where roles on other machines reach them; it must be a private network."""
     gpu_memory_gib: Annotated[Real, Field(gt=0, le=1e6)] = 80.0
     """Of one GPU, for `slimerl check --plan-only`; elsewhere the machine is asked."""
+
+    @model_validator(mode="after")
+    def _turns_need_one_place(self) -> "ClusterSpec":
+        if self.turns == "always" and self.placement != "colocated":
+            raise ValueError("cluster.turns: always needs cluster.placement: colocated; set that, or drop the key")
+        return self
 
 
 class SyncSpec(Strict):
@@ -302,6 +311,7 @@ class RunSpec(Strict):
             "model.path": self.model.path,
             "model.megatron_path": self.model.megatron_path,
             "engine.model_path": self.engine.model_path,
+            "algorithm.teacher_path": self.algorithm.teacher_path,
             "data.train_path": self.data.train_path,
             "data.eval_path": self.data.eval_path,
         }
@@ -350,6 +360,10 @@ class RunSpec(Strict):
     def shares_gpus(self) -> bool:
         """Where there are GPUs, trainer and engines take turns in their memory."""
         return self.is_colocated and self.uses_engines
+
+    def takes_turns(self, cuda: bool) -> bool:
+        """Trainer and engines take turns on this machine."""
+        return self.shares_gpus and (cuda or self.cluster.turns == "always")
 
     def first_gpu(self, engine: int) -> int:
         """Of an engine, on its node: engine after engine, from the first GPU on or from behind the trainer's."""

@@ -38,6 +38,12 @@ class DeadlineSpec(Strict):
     sync_s: Seconds = 300.0
     checkpoint_s: Seconds = 1800.0
     """From the time when the next one is due, or the run ends."""
+    alive_s: Seconds = 120.0
+    """A process that is stopped, or gives no sign of life for so long, is killed, its threads' stacks in its log; then
+    as after any kill. Raise it to debug a role."""
+    stall_s: Seconds = 300.0
+    """Between two signs of progress: micro-batches, or turns of an event loop. What has a deadline of its own (a batch,
+    a sync, a checkpoint) may take that much longer."""
     terminate_s: Seconds = 25.0
     """From SIGTERM to `slimerl run` until its roles are ended, with or without the checkpoint that it asks them for."""
     shutdown_s: Seconds = 20.0

@@ -21,6 +21,7 @@ from slimerl.resharding.coverage import CoverageError
 from slimerl.resharding.families import ConfigError
 from slimerl.resharding.hf_checkpoint import CheckpointError
 from slimerl.resharding.layouts import LayoutError
+from slimerl.resilience import heartbeat
 from slimerl.resilience.deadline import Deadline
 from slimerl.resilience.name_lookups import bounded_lookups
 from slimerl.resilience.processes import die_with_parent
@@ -31,6 +32,7 @@ from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter, collect
 from slimerl.training.gpu_environment import set_gpu_environment
 from slimerl.training.memory import bound_kernel_caches, keep_freed_memory
+from slimerl.training.phase_limits import phase_limits
 from slimerl.training.termination import end_on_sigterm
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ def main(arguments: list[str]) -> int:
         return 2
     finally:
         parallel.stop()
+        heartbeat.stop()
     return 0
 
 
@@ -101,14 +104,17 @@ def run_rank(spec: RunSpec) -> None:
     if capabilities.cuda:
         torch.cuda.set_device(device)
     limits = spec.deadlines
+    heartbeat.start(spec.run_dir, f"trainer-{os.environ.get('RANK', 0)}", phase_limits(limits), limits.stall_s)
     # between two collectives rank 0 may sync, evaluate and wait for a batch, one after the other
     longest_s = limits.start_s + limits.sync_s + 2 * limits.batch_s
     grid = parallel.start(spec.training.parallel, capabilities, device, longest_s + COLLECTIVE_MARGIN_S, spec.seed)
     name = f"trainer-{grid.rank}"
     trace.start(spec.run_dir, name)
     if assembly.shares_gpus(spec, capabilities):
+        heartbeat.enter("wait for room")
         with trace.span("wait for room"):
             _wait_for_room(spec, grid.is_first)
+    heartbeat.enter("build")
     with trace.span("build"):
         policy = assembly.build_policy(spec, grid, capabilities)
     source: Source
@@ -123,6 +129,7 @@ def run_rank(spec: RunSpec) -> None:
             syncer = assembly.repeated(policy, syncer, client)
     else:
         source, syncer = assembly.without_engines(spec, policy)
+    heartbeat.enter("resume")
     with trace.span("resume"):
         same_run = identity(spec)
         resumed = resume.find(spec, grid, same_run)
@@ -134,7 +141,9 @@ def run_rank(spec: RunSpec) -> None:
         resources = partial(_resources, spec.run_dir, ResourceMeter(spec.run_dir, name), grid.is_first)
         export = partial(policy.export, spec.export_dir)
         checkpoints = Checkpointer(spec, policy.state, grid, source.state, same_run, done)
-        train(Run(spec, policy.trainer, source, syncer, log, export, resources, checkpoints, done, turns))
+        compare = assembly.rank_comparison(policy)
+        train(Run(spec, policy.trainer, source, syncer, log, export, resources, checkpoints, done, turns, compare))
+    heartbeat.enter("export")
     # nobody leaves while the model is being written
     dist.barrier()
 

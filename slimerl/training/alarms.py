@@ -14,6 +14,7 @@ from typing import Protocol
 
 from slimerl.telemetry.slopes import robust_slope
 from slimerl.training.clock import Log
+from slimerl.training.stragglers import FACTOR
 
 REMEMBERED_STEPS = 100
 """The past that a bound may refer to."""
@@ -193,6 +194,13 @@ ALARMS = (
         AtMost(1.0),
         "every request of the rollout role waits as long; a busy machine alone causes some tenths",
         "work that keeps the rollout role's event loop busy belongs off it; or the machine has too few cores",
+    ),
+    Alarm(
+        "straggler",
+        "straggler/rank_*",
+        AtMost(FACTOR),
+        "balanced ranks differ by some percent; every step takes as long as its slowest rank",
+        "the others wait for this rank: look at its machine (clock, temperature, other programs, links), or exclude it",
     ),
     Alarm(
         "memory_growth",

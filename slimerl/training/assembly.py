@@ -4,7 +4,7 @@ Flows in: the spec, this rank's grid and machine. Flows out: a `Policy` (model, 
 source and syncer of its algorithm.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +36,8 @@ from slimerl.training.sft_data import RowSource
 from slimerl.training.sft_rows import load_tokenizer, read_samples
 from slimerl.training.source import Source
 from slimerl.training.step import PolicyTrainer
+from slimerl.training.stragglers import RankTimes
+from slimerl.training.teacher import load_teacher
 from slimerl.training.weights import ModelMap, export_weights, load_weights, model_map
 
 if TYPE_CHECKING:
@@ -93,14 +95,22 @@ def build_policy(spec: RunSpec, grid: Grid, capabilities: Capabilities) -> Polic
     algorithm = algorithm_of(spec.algorithm)
     refresh_steps = spec.algorithm.reference_refresh_steps
     trainer = PolicyTrainer(chunks, optimizer, schedule, algorithm, grid, refresh_steps)
+    if spec.algorithm.teacher_path is not None:
+        trainer.teacher = load_teacher(spec.algorithm.teacher_path, spec.model.path, chunks, where, grid.rank)
     batching = build_batching(spec, grid, capabilities, arguments)
     state = TrainedState(chunks, optimizer, schedule)
     return Policy(trainer, state, chunks, arguments, algorithm, where, grid, batching, spec.model.path)
 
 
+def rank_comparison(policy: Policy) -> Callable[[Mapping[str, float]], Mapping[str, float]]:
+    """From this rank's figures of a step, which rank the others wait for; called on every rank."""
+    times = RankTimes(("compute", "fetch"), policy.grid.device)
+    return lambda figures: times.compare({"compute": policy.trainer.compute_s, "fetch": figures.get("time/fetch", 0.0)})
+
+
 def shares_gpus(spec: RunSpec, capabilities: Capabilities) -> bool:
     """Trainer and engines take turns in the memory of the same GPUs."""
-    return capabilities.cuda and spec.shares_gpus
+    return spec.takes_turns(capabilities.cuda)
 
 
 def with_engines(spec: RunSpec, policy: Policy, client: RolloutClient | None) -> tuple[Source, Syncer]:

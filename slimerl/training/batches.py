@@ -55,8 +55,8 @@ class MicroBatch:
         sequence: [sampled tokens of the pack], the sample of each, counted within the pack, ascending.
         totals: of the minibatch.
         computed_tokens: of the whole pack, padding included.
-        proximal_logprobs, reference_logprobs: [sampled tokens of the pack], where they are asked for and known (on the
-            last pipeline stage), from the start of the step on.
+        proximal_logprobs, reference_logprobs, teacher_logprobs: [sampled tokens of the pack], where they are asked for
+            and known (on the last pipeline stage), from the start of the step on.
     """
 
     tokens: torch.Tensor
@@ -72,6 +72,7 @@ class MicroBatch:
     padding_tokens: int
     proximal_logprobs: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
 
     @property
     def sampled_tokens(self) -> int:

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+from slimerl.resilience import heartbeat
 from slimerl.telemetry.phases import PhaseClock
+from slimerl.training.phase_limits import BETWEEN
 
 
 class Log(Protocol):
@@ -28,7 +30,8 @@ class SilentLog:
 
 
 class StepClock:
-    """`with clock(step, "train"): …` marks a phase in the log and adds up its seconds; `take` empties the clock."""
+    """`with clock(step, "train"): …` marks a phase in the log, adds up its seconds, and says by the heartbeat of this
+    process that it is in it; `take` empties the clock."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -37,8 +40,10 @@ class StepClock:
 
     @contextmanager
     def __call__(self, step: int, phase: str) -> Iterator[None]:
+        heartbeat.enter(phase)
         with self._log.phase(step, phase), self._phases(phase, step):
             yield
+        heartbeat.enter(BETWEEN)
 
     def take(self) -> dict[str, float]:
         """`time/…` per phase since the last call, and `time/step`, all in seconds."""

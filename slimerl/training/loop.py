@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from slimerl.resilience import heartbeat
 from slimerl.spec import RunSpec
 from slimerl.training.alarms import Alarms
 from slimerl.training.checkpoint.write import SaveFailed
@@ -95,7 +96,8 @@ class NoCheckpoints:
 
 @dataclass(frozen=True)
 class Run:
-    """`export` writes the trained model, `resources` tells what the roles take; all is called on every rank."""
+    """`export` writes the trained model, `resources` tells what the roles take, `compare_ranks` which rank the others
+    wait for, from the figures of this one; all is called on every rank."""
 
     spec: RunSpec
     trainer: PolicyTrainer
@@ -109,6 +111,7 @@ class Run:
     """That the weights have seen already; their record is there."""
     turns: Turns | None = None
     """None: trainer and engines have memory of their own."""
+    compare_ranks: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda _figures: {}
 
 
 def train(run: Run) -> None:
@@ -129,6 +132,7 @@ def train(run: Run) -> None:
             figures = dict(batch.figures) | run.trainer.step(batch.minibatches)
             freed.after_step()
         run.source.trained(step)
+        heartbeat.enter("checkpoint")
         with at_the_end.unless(step < steps):
             run.checkpoints.trained(step)
         if run.turns is not None:
@@ -136,6 +140,7 @@ def train(run: Run) -> None:
             _checkpoint(run, clock, step, at_the_end)
         figures |= _publish(run, clock, version=step)
         figures |= clock.take()
+        figures |= run.compare_ranks(figures)
         if _evaluation_due(run.spec, step):
             figures |= _evaluate(run, clock, step)
             clock.take()

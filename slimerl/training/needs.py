@@ -17,8 +17,11 @@ SUPPLIED = frozenset(
 def unsupplied(spec: AlgorithmSpec) -> list[str]:
     """Empty where the algorithm can be trained. Raises CustomFunctionError."""
     needs = algorithm_of(spec).needs
-    lacking = [each.name for each in fields(needs) if getattr(needs, each.name) and each.name not in SUPPLIED]
+    supplied = SUPPLIED if spec.teacher_path is None else SUPPLIED | {"teacher"}
+    lacking = [each.name for each in fields(needs) if getattr(needs, each.name) and each.name not in supplied]
     if not lacking:
         return []
+    if lacking == ["teacher"]:
+        return [f"algorithm.name = {spec.name} needs a teacher; set algorithm.teacher_path to a checkpoint of one"]
     what = ", ".join(name.replace("_", " ") for name in lacking)
     return [f"algorithm.name = {spec.name} with these options needs {what}, which the trainer does not supply"]

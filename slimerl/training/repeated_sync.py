@@ -12,6 +12,7 @@ from typing import Protocol
 from slimerl.engine.fleet import NoEngineLeft
 from slimerl.resharding.shard_sync import SyncEnded
 from slimerl.resharding.shard_transfer import TransferFailed
+from slimerl.resilience import heartbeat
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.samples.messages import EngineState, Status
 from slimerl.training.rollout_client import ServiceFailed
@@ -40,6 +41,7 @@ class RepeatedSync:
     def sync(self, version: int) -> dict[str, float]:
         """Raises what the syncer raised last."""
         for _ in range(TRIES - 1):
+            heartbeat.beat()
             failure: Exception | None = None
             seconds: dict[str, float] = {}
             try:
@@ -50,6 +52,7 @@ class RepeatedSync:
                 if failure is not None:
                     raise failure
                 return seconds
+        heartbeat.beat()
         return self._syncer.sync(version)
 
     def close(self) -> None:

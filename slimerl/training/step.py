@@ -16,12 +16,14 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slimerl.algorithms import Algorithm, TokenBatch
+from slimerl.resilience import heartbeat
 from slimerl.telemetry import trace
 from slimerl.training.batches import MicroBatch, pack_nothing
 from slimerl.training.context import whole_pack
 from slimerl.training.parallel import Grid
 from slimerl.training.reference import ReferenceModel
 from slimerl.training.statistics import Statistics
+from slimerl.training.stragglers import ComputeTimer
 from slimerl.training.token_advantages import with_token_advantages
 
 LossFunction = Callable[[Any], tuple[torch.Tensor, torch.Tensor, Any]]
@@ -50,6 +52,13 @@ class PolicyTrainer:
         self._schedule = schedule
         self._algorithm = algorithm
         self._grid = grid
+        self.teacher: ReferenceModel | None = None
+        """Where the algorithm asks for one."""
+        self.compute_s = 0.0
+        """Of this rank's own forward and backward passes in the last step."""
+        self._timer = ComputeTimer(grid.device)
+        config: Any = chunks[0].config  # whose functions the schedule calls
+        config.finalize_model_grads_func = self._timer.before_exchange(config.finalize_model_grads_func)
         for chunk in self.chunks:
             chunk.config.grad_scale_func = optimizer.scale_loss  # type: ignore[union-attr]
             chunk.train()
@@ -69,6 +78,7 @@ class PolicyTrainer:
         """
         minibatches = self._with_logprobs(minibatches)
         self._schedule.step(1)
+        self.compute_s = 0.0
         statistics = Statistics()
         if self._algorithm.needs.token_advantages:
             minibatches = with_token_advantages(minibatches, self._algorithm, self._grid, statistics)
@@ -100,6 +110,9 @@ class PolicyTrainer:
             self._reference.refresh(self._schedule.num_steps)
             with trace.span("reference"), self._reference.turn():
                 minibatches = self._noted(minibatches, lambda each, found: replace(each, reference_logprobs=found))
+        if self.teacher is not None:
+            with trace.span("teacher"), self.teacher.turn():
+                minibatches = self._noted(minibatches, lambda each, found: replace(each, teacher_logprobs=found))
         return minibatches
 
     def _noted(
@@ -124,12 +137,14 @@ class PolicyTrainer:
         def loss_of(index: int) -> LossFunction:
             return partial(self._loss, micro_batches[index], statistics)
 
+        self._timer.begin()
         with trace.span("forward and backward"):
             self._run(micro_batches, loss_of, forward_only=False)
         if not self._grid.is_last_stage:
             self._name_figures(statistics)
         with trace.span("optimizer"):
             _, norm, _ = self._optimizer.step()
+        self.compute_s += self._timer.seconds()
         if not math.isfinite(norm):
             raise NotFinite(
                 f"the gradient norm is {norm}; the weights are spoilt. Lower training.optimizer.lr, or look at the "
@@ -151,6 +166,7 @@ class PolicyTrainer:
             sequences=micro_batch.sequences,
             totals=micro_batch.totals,
             reference_logprobs=micro_batch.reference_logprobs,
+            teacher_logprobs=micro_batch.teacher_logprobs,
             entropy=entropy,
         )
         terms = self._algorithm.loss(tokens)
@@ -177,6 +193,7 @@ class PolicyTrainer:
         """Megatron's schedule over the micro-batches; returns the loss function's third value for each."""
 
         def forward(iterator: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[Any, LossFunction]:
+            heartbeat.beat()
             index, micro_batch = next(iterator)
             output = model(
                 micro_batch.tokens, None, None, labels=micro_batch.wanted, packed_seq_params=micro_batch.packed

@@ -6,7 +6,7 @@ import pytest
 from scene import rollout
 
 from slimerl.rollout.load_figures import LoadFigures
-from slimerl.rollout.statistics import GroupRecord, length_error, partial_metrics
+from slimerl.rollout.statistics import GroupRecord, length_error, partial_metrics, token_staleness
 from slimerl.samples.messages import SampleMeta
 from slimerl.samples.sample import Sample
 
@@ -16,20 +16,50 @@ def meta(group: str, tokens: int) -> SampleMeta:
 
 
 def test_the_spread_is_that_of_the_loads_at_the_ends_of_requests():
-    figures = LoadFigures()
+    figures = LoadFigures(clock=lambda: 0.0)
     for engine in ("a", "a", "a", "b"):
         figures.taken(engine)
     figures.given_back("b", ["a", "b"])  # 3 : 1
     figures.given_back("a", ["a", "b"])  # 3 : 0
     assert figures.take(5, 2) == {
+        "rollout/engine_idle_share": 0.0,
         "rollout/engine_load_spread": pytest.approx((1.5 + 2.0) / 2),
         "rollout/migrations": 5.0,
         "rollout/taken_back": 2.0,
     }
     assert figures.take(6, 2) == {
+        "rollout/engine_idle_share": 0.0,
         "rollout/engine_load_spread": 0.0,
         "rollout/migrations": 1.0,
         "rollout/taken_back": 0.0,
+    }
+
+
+def test_an_engine_is_idle_while_it_has_no_request_also_one_that_never_had_any():
+    now = 0.0
+    figures = LoadFigures(clock=lambda: now)
+    figures.taken("a")
+    now = 4.0
+    figures.given_back("a", ["a", "b"])
+    now = 10.0
+    # a: 6 of 10 s; b, which was first heard of when it was in service: 10 of 10
+    assert figures.take(0, 0)["rollout/engine_idle_share"] == pytest.approx((6 + 10) / 20)
+    now = 15.0
+    figures.taken("b")
+    now = 20.0
+    assert figures.take(0, 0)["rollout/engine_idle_share"] == pytest.approx((10 + 5) / 20)
+
+
+def test_staleness_is_counted_by_token_and_not_by_sample():
+    short, long = (Sample(name, "g", "p", (1, 2)) for name in ("short", "long"))
+    short.append([5], [-0.1], version=3)
+    long.append([5, 6], [-0.1] * 2, version=2)
+    long.append([7, 7, 7, 7])  # a tool's: no policy's
+    long.append([8], [-0.1], version=4)
+    assert token_staleness([short, long], version=4) == {
+        "staleness/tokens_behind_0": 0.25,
+        "staleness/tokens_behind_1": 0.25,
+        "staleness/tokens_behind_2": 0.5,
     }
 
 

@@ -28,6 +28,7 @@ def spec_of(directory: Path) -> Path:
         },
         rollout={"samples_per_prompt": SAMPLES // 8, "max_new_tokens": 6},
         checkpoint={"every_steps": 2, "keep_last": 1},
+        cluster={"placement": "disaggregated"},
     )
 
 
@@ -105,3 +106,25 @@ def test_c1_a_killed_run_goes_on_with_the_same_tokens_and_weights_bit_for_bit(wh
     assert code == 2
     assert "finished" in output
     assert "--fresh" in output
+
+
+@pytest.mark.slow
+def test_colocated_roles_in_turns_sample_and_train_the_same_as_roles_with_memory_of_their_own(
+    whole, tmp_path, monkeypatch
+):
+    """The trainer's weights, gradients and optimizer state go away and come back in every step, over another transport
+    than the other run's."""
+    spec = copy_of(whole, tmp_path)
+    placed = ("cluster.placement=colocated", "cluster.turns=always", "sync.transport=broadcast")
+    code, output = begin(spec, monkeypatch, "colocated", *placed).finish()
+    assert code == 0, output
+    assert tokens_of(spec, "colocated") == tokens_of(whole, "whole")
+    assert same_weights(spec.parent / "run", whole.parent / "run")
+    steps, reference = (
+        [record for record in read_records(each / "metrics.jsonl") if record["step"]]
+        for each in (spec.parent / "run", whole.parent / "run")
+    )
+    for figure in ("train/loss", "train/grad_norm", "rollout/mean_reward"):
+        assert [record[figure] for record in steps] == [record[figure] for record in reference], figure
+    assert all(record["time/hand over"] > 0 and record["sync/weights_turn_s"] > 0 for record in steps), "turns"
+    assert not any("time/hand over" in record for record in reference)

@@ -46,7 +46,7 @@ def test_overrides_count():
     [
         ("engine.replica", "the spec has no value 'engine.replica'; did you mean 'engine.replicas'?"),
         ("world_size", "did you mean 'training.parallel.world_size'?"),
-        ("cluster", "'cluster' is a section; its values are gpu_memory_gib, gpus_per_node, network, placement"),
+        ("cluster", "'cluster' is a section; its values are gpu_memory_gib, gpus_per_node, network, placement, turns"),
         ("name.upper", "the spec has no value 'name.upper'"),
         ("engine.model_dump", "the spec has no value 'engine.model_dump'"),
         ("_fits_together", "the spec has no value '_fits_together'"),

@@ -39,6 +39,7 @@ def _inputs(spec: RunSpec) -> Iterator[tuple[str, Path]]:
         "model.path": spec.model.path,
         "model.megatron_path": spec.model.megatron_path,
         "engine.model_path": spec.engine.model_path if spec.uses_engines else None,
+        "algorithm.teacher_path": spec.algorithm.teacher_path,
         "data.train_path": spec.data.train_path,
         "data.eval_path": spec.data.eval_path,
     }

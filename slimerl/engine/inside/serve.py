@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from slimerl.engine.inside.import_hooks import after_import
+from slimerl.resilience.heartbeat import show_stacks_on_signal
 from slimerl.resilience.processes import Orphaned, die_with_parent
 
 KEY_VARIABLE = "SLIMERL_ENGINE_KEY"
@@ -26,6 +27,7 @@ _ROOT_VARIABLE = "SLIMERL_ENGINE_ROOT_PID"
 
 def _prepare_process() -> None:
     """Before SGLang is imported, in the server's first process and in each worker."""
+    show_stacks_on_signal()
     after_import("sglang.srt.managers.load_snapshot", _keep_snapshots_in_private_directory)
     after_import("sglang.srt.entrypoints.engine", _keep_keys_out_of_the_log)
     after_import("sglang.srt.entrypoints.http_server", _do_not_call_before_listening)
