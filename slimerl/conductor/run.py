@@ -19,6 +19,7 @@ from slimerl.conductor.restarts import EngineRestarts, RunRestarts
 from slimerl.conductor.roles import role_commands
 from slimerl.conductor.supervise import RoleFailed, RoleProcess, end_all, watch
 from slimerl.conductor.termination import TerminationRequest
+from slimerl.rollout.journal_file import JOURNAL_DIR
 from slimerl.rollout.speculation.drafts_file import DIRECTORY as DRAFTS_DIR
 from slimerl.samples.messages import ADDRESS_FILE
 from slimerl.spec import RunSpec
@@ -40,8 +41,9 @@ SPEC_FILE = "spec.yaml"
 _SYNC = "sync"
 """Buckets of `sync.transport: disk`."""
 _FILES_OF_A_START = (TRACE_FILE, ADDRESS_FILE, STOP_FILE)
-_DIRECTORIES_OF_A_START = (TRACE_DIR, RESOURCES_DIR, REQUESTS_DIR)
-"""Mean nothing to a run that goes on: an address of a service that is gone, a request to stop that came too late."""
+_DIRECTORIES_OF_A_START = (TRACE_DIR, RESOURCES_DIR, REQUESTS_DIR, JOURNAL_DIR)
+"""Mean nothing to a run that goes on: an address of a service that is gone, a request to stop that came too late,
+samples of weights that no checkpoint has."""
 _FILES_OF_A_RECORD = (METRICS_FILE, EVENTS_FILE)
 _DIRECTORIES_OF_A_RECORD = ("tensorboard", "logs", CHECKPOINTS_DIR, DRAFTS_DIR)
 USED_NAMES = (

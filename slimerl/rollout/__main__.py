@@ -35,6 +35,7 @@ from slimerl.rollout.full_collections import defer_full_collections
 from slimerl.rollout.gateway.build import GATEWAY_FILE, build_gateway
 from slimerl.rollout.gateway.external import ExternalAgents
 from slimerl.rollout.gateway.front import Gateway, listening
+from slimerl.rollout.journal_file import JOURNAL_DIR, JournalFile, read_journal
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.kv_fleet import EngineModel
 from slimerl.rollout.kv_memory import Memory
@@ -50,6 +51,7 @@ from slimerl.rollout.speculation.drafts_file import DraftsFile
 from slimerl.rollout.speculation.engine_drafts import EngineDrafts, WatchedDispatcher
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.rollout.weights import WeightHold
+from slimerl.samples.journal import JournalDamaged
 from slimerl.samples.messages import ADDRESS_FILE, ServiceAddress
 from slimerl.samples.rows import DataError
 from slimerl.samples.store import SampleStore
@@ -85,7 +87,7 @@ def main(spec: RunSpec) -> int:
     except (DataError, TokenizerError, CustomFunctionError) as error:
         print(error, file=sys.stderr)
         return 2
-    except (NoAddress, RewardUnavailable) as error:
+    except (NoAddress, RewardUnavailable, JournalDamaged) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -184,6 +186,8 @@ async def _service(
         dispatcher,
         judge,
         loop,
+        journal=JournalFile(spec.run_dir / JOURNAL_DIR),
+        max_buffered_bytes=rollout.max_buffered_gib * 2**30,
     )
     weights = WeightHold(dispatcher, clients, spec.engine.replicas, spec.deadlines.start_s, on_update=rollout.on_update)
     evaluation = Evaluation(inputs.held_out, _evaluation_params(spec, params), spec.seed, dispatcher, judge, loop)
@@ -196,12 +200,32 @@ async def _service(
                 gateway = await build_gateway(spec, inputs.tokenizer, loop, dispatcher, parts)
                 service.figures = gateway.take_figures
                 await stack.enter_async_context(_gateway_listening(spec, gateway))
+            await _take_over(spec, scheduler)
             yield service
     finally:
         await weights.close()
         await dispatcher.close()
         await clients.close()
         judge.close()
+        if scheduler.journal is not None:
+            scheduler.journal.close()
+
+
+async def _take_over(spec: RunSpec, scheduler: Scheduler) -> None:
+    """From the process before, where one ended in this start of the run; the journal is this one's from then on.
+
+    Raises:
+        JournalDamaged, OSError, DataError: what it held cannot be known, or is of other prompts.
+    """
+    assert scheduler.journal is not None
+    recovered = await asyncio.to_thread(read_journal, spec.run_dir / JOURNAL_DIR)
+    if recovered is not None:
+        logger.info("taking over from the journal of a process that ended")
+        scheduler.recover(recovered)
+    else:
+        scheduler.journal.begin(scheduler.books())
+    scheduler.journal.publish()
+    await scheduler.journal.written()
 
 
 def build_router(spec: RunSpec) -> Router:

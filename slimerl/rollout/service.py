@@ -213,7 +213,14 @@ class ControlService:
         return _answer(self.status())
 
     async def _next_batch(self, request: web.Request) -> web.Response:
-        return _answer(await self.next_batch(await _message(request, NextBatchRequest)))
+        batch = await self.next_batch(await _message(request, NextBatchRequest))
+        await self._journaled()
+        return _answer(batch)
+
+    async def _journaled(self) -> None:
+        """What is told now a process that takes over will know."""
+        if self.scheduler.journal is not None:
+            await self.scheduler.journal.written()
 
     async def next_batch(self, request: NextBatchRequest) -> BatchManifest | SyncWanted:
         """Wait for the batch of a step, or for engines that a weight sync would bring into service.
@@ -230,6 +237,8 @@ class ControlService:
                 metrics = {**manifest.metrics, "rollout/event_loop_lag_s": worst_lag_s, **self.figures()}
                 if self.speculation is not None:
                     metrics |= self.speculation.take_figures()
+                if self.scheduler.journal is not None and self.scheduler.journal.failure:
+                    metrics["rollout/journal_failed"] = 1.0
                 return msgspec.structs.replace(manifest, metrics=metrics)
             if engines := self._unsynced():
                 return SyncWanted(engines)
@@ -280,6 +289,7 @@ class ControlService:
     async def _trained(self, request: web.Request) -> web.Response:
         """Answers with the `Status` after it."""
         self.scheduler.trained((await _message(request, BatchTrained)).batch_id)
+        await self._journaled()
         return _answer(self.status())
 
     async def _fetch(self, request: web.Request) -> web.Response:

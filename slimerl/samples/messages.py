@@ -158,6 +158,11 @@ class SamplePayload(msgspec.Struct, frozen=True):
     behavior_logprobs: bytes
     versions: bytes
 
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return len(self.tokens) + len(self.sampled) + len(self.behavior_logprobs) + len(self.versions)
+
 
 class EvaluateRequest(msgspec.Struct, frozen=True):
     step: int
