@@ -30,7 +30,7 @@ from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.agents.build import RunningAgent, announced, build_agent
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients, Engines
-from slimerl.rollout.evaluation import Evaluation
+from slimerl.rollout.evaluation import Evaluation, HeldOutSet
 from slimerl.rollout.full_collections import defer_full_collections
 from slimerl.rollout.gateway.build import GATEWAY_FILE, build_gateway
 from slimerl.rollout.gateway.external import ExternalAgents
@@ -57,6 +57,7 @@ from slimerl.samples.rows import DataError
 from slimerl.samples.store import SampleStore
 from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.spec.agent import ExternalAgent
+from slimerl.spec.evaluation import EvaluationSetSpec
 from slimerl.spec.functions import CustomFunctionError
 from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter
@@ -76,6 +77,8 @@ class Inputs:
     tokenizer: PromptTokenizer
     train: list[Prompt]
     held_out: list[Prompt]
+    sets: list[list[Prompt]]
+    """As `evaluation.sets`."""
 
 
 def main(spec: RunSpec) -> int:
@@ -150,7 +153,8 @@ def read_inputs(spec: RunSpec) -> Inputs:
 
     eval_path = spec.data.eval_path
     held_out = prompts(eval_path, spec.evaluation.max_prompts) if eval_path is not None else []
-    return Inputs(tokenizer, prompts(spec.data.train_path), held_out)
+    sets = [prompts(one.path, one.max_prompts or spec.evaluation.max_prompts) for one in spec.evaluation.sets]
+    return Inputs(tokenizer, prompts(spec.data.train_path), held_out, sets)
 
 
 @asynccontextmanager
@@ -190,7 +194,9 @@ async def _service(
         max_buffered_bytes=rollout.max_buffered_gib * 2**30,
     )
     weights = WeightHold(dispatcher, clients, spec.engine.replicas, spec.deadlines.start_s, on_update=rollout.on_update)
-    evaluation = Evaluation(inputs.held_out, _evaluation_params(spec, params), spec.seed, dispatcher, judge, loop)
+    held_out = _evaluation_params(spec, params)
+    sets = _held_out_sets(spec, inputs, params)
+    evaluation = Evaluation(inputs.held_out, held_out, spec.seed, dispatcher, judge, loop, sets)
     lag = LoopLag()
     service = ControlService(token, router, clients, scheduler, weights, evaluation, lag, speculation, shutdown=ended)
     try:
@@ -259,12 +265,26 @@ def build_dispatcher(
     return SpeculativeDispatcher(router, engines, request_s, speculation=speculation), speculation
 
 
-def _evaluation_params(spec: RunSpec, params: SamplingParams) -> SamplingParams:
+def _evaluation_params(
+    spec: RunSpec, params: SamplingParams, one: EvaluationSetSpec | None = None
+) -> SamplingParams:
+    """Of a set, or of data.eval_path."""
+    evaluation = spec.evaluation
     return SamplingParams(
-        spec.evaluation.max_new_tokens or params.max_new_tokens,
-        spec.evaluation.temperature,
+        evaluation.new_tokens_of(one, params.max_new_tokens),
+        evaluation.temperature if one is None else evaluation.temperature_of(one),
         stop_token_ids=params.stop_token_ids,
     )
+
+
+def _held_out_sets(spec: RunSpec, inputs: Inputs, params: SamplingParams) -> list[HeldOutSet]:
+    return [
+        HeldOutSet(
+            *(one.name, prompts, _evaluation_params(spec, params, one)),
+            *(one.samples_per_prompt, one.pass_at, one.majority_at),
+        )
+        for one, prompts in zip(spec.evaluation.sets, inputs.sets, strict=True)
+    ]
 
 
 @asynccontextmanager

@@ -158,7 +158,7 @@ class Scheduler:
         if self.batches_taken >= gate.steps:
             raise RolloutStopped(f"all {gate.steps} batches of the run have been handed out (training.steps)")
         chosen = None
-        if store.ready_groups >= settings.groups_per_step:
+        if len(store.ready) >= settings.groups_per_step:
             chosen = choose_batch(store.unleased(), self.batches_taken, settings.groups_per_step, gate.max_staleness)
         if chosen is None:
             if self.stopped:

@@ -7,7 +7,6 @@ Invariant: `size` is the bytes of all payloads on the shelf.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from slimerl.samples.books import StoreError
 from slimerl.samples.messages import SamplePayload, SavedSample
 from slimerl.samples.sample import Sample
 
@@ -51,8 +50,14 @@ class PayloadShelf:
         """Those of the samples whose payload, or some of it, is in the journal."""
         return [sample_id for sample_id in sample_ids if sample_id in self._finished or sample_id in self._begun]
 
-    def payloads(self, sample_ids: Sequence[str]) -> list[SamplePayload]:
-        """In the order asked for. Raises StoreError: one is not finished."""
-        if missing := [sample_id for sample_id in sample_ids if sample_id not in self._finished]:
-            raise StoreError(f"not finished: {', '.join(missing)}")
-        return [self._finished[sample_id].payload for sample_id in sample_ids]
+    def payloads(self, sample_ids: Sequence[str], at_most_bytes: float) -> list[SamplePayload]:
+        """Of finished samples, in the order asked for: the first alone, and those behind it that fit."""
+        found: list[SamplePayload] = []
+        left = at_most_bytes
+        for sample_id in sample_ids:
+            payload = self._finished[sample_id].payload
+            left -= payload.size
+            if left < 0 and found:
+                break
+            found.append(payload)
+        return found

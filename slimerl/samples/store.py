@@ -15,15 +15,15 @@ where *buffered* is READY (leased or not) and *running* is everything admitted t
 settled once each of its samples is rewarded or dropped: it becomes ready as a whole with what is left of it, or, if
 too little is left, is dropped as a whole. Example::
 
-    store = SampleStore(smallest_group=2)
-    store.admit("g", "prompt-7", [a, b], version=0)
-    for sample in (a, b):
-        store.start(sample.sample_id), store.generated(sample.sample_id), store.rewarded(sample.sample_id)
-    batch = store.lease("step-0", ["g"])   # metadata of a and b
-    store.payloads(["a", "b"])             # their tokens
-    store.trained("step-0")                # both are forgotten, and counted
+    store.admit("g", [a, b], version=0)
+    for one in ("a", "b"):
+        store.start(one), store.generated(one), store.rewarded(one)
+    store.lease("step-1", ["g"])   # metadata of a and b
+    store.payloads(["a", "b"])     # their tokens
+    store.trained("step-1")        # both are forgotten, and counted
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,14 +52,14 @@ class SampleStore:
     note: Callable[[journal.Record], None] = journal.unheard
     """Takes every record of the journal, before anybody learns of what it says."""
     shelf: PayloadShelf = field(default_factory=PayloadShelf)
+    ready: set[str] = field(default_factory=set)
+    """Groups that are ready and in no batch."""
     _groups: dict[str, Group] = field(default_factory=dict)
     """Live groups in admission order."""
     _group_of: dict[str, Group] = field(default_factory=dict)
     _states: dict[str, SampleState] = field(default_factory=dict)
     """Of live samples; a sample that reached a terminal state is not in here."""
     _by_state: Counter[SampleState] = field(default_factory=Counter)
-    _ready: set[str] = field(default_factory=set)
-    """Groups that are ready and in no batch."""
     _batches: dict[str, Batch] = field(default_factory=dict)
     _acknowledged: set[str] = field(default_factory=set)
     _admitted: int = 0
@@ -152,11 +152,6 @@ class SampleStore:
         self._remove(group_id)
         self.check()
 
-    @property
-    def ready_groups(self) -> int:
-        """That no batch holds."""
-        return len(self._ready)
-
     def unleased(self) -> list[GroupView]:
         """Groups that no batch holds, in admission order."""
         return [
@@ -184,7 +179,7 @@ class SampleStore:
                 raise StoreError(f"batch {batch_id}: group {group.group_id} is {group.state}{held}")
         for group in groups:
             group.batch_id = batch_id
-            self._ready.discard(group.group_id)
+            self.ready.discard(group.group_id)
         metas = tuple(meta for group in groups for meta in group.samples.values() if isinstance(meta, SampleMeta))
         batch = Batch(batch_id, tuple(group.group_id for group in groups), metas)
         self.note(journal.Leased(batch_id, list(batch.group_ids)))
@@ -208,7 +203,7 @@ class SampleStore:
         self.note(journal.GivenBack(batch_id))
         for group_id in batch.group_ids:
             self._groups[group_id].batch_id = None
-            self._ready.add(group_id)
+            self.ready.add(group_id)
         del self._batches[batch_id]
         self.check()
 
@@ -309,15 +304,16 @@ class SampleStore:
         """How many live samples are in a state."""
         return self._by_state[state]
 
-    def payloads(self, sample_ids: Iterable[str]) -> list[SamplePayload]:
-        """Tokens of ready samples, in the order asked for. Raises StoreError naming every id that is not ready."""
+    def payloads(self, sample_ids: Iterable[str], at_most_bytes: float = math.inf) -> list[SamplePayload]:
+        """Of ready samples, in the order asked for: the first, and those behind it that fit. Raises StoreError naming
+        every id that is not ready."""
         ids = list(sample_ids)
         if missing := [one for one in ids if self._states.get(one) is not SampleState.READY]:
             raise StoreError(f"not in the store as ready samples: {', '.join(missing)}")
-        return self.shelf.payloads(ids)
+        return self.shelf.payloads(ids, at_most_bytes)
 
     def open_groups(self) -> list[str]:
-        """Ids of the groups that are not settled, oldest first."""
+        """Those not settled, oldest first."""
         return [group.group_id for group in self._groups.values() if group.state is GroupState.OPEN]
 
     def counts(self) -> Counts:
@@ -344,7 +340,7 @@ class SampleStore:
             for sample_id in group.samples:
                 self._move(sample_id, SampleState.READY)
             group.state = GroupState.READY
-            self._ready.add(group.group_id)
+            self.ready.add(group.group_id)
         self.check()
         return group.state
 
@@ -392,7 +388,7 @@ class SampleStore:
 
     def _remove(self, group_id: str) -> None:
         del self._groups[group_id]
-        self._ready.discard(group_id)
+        self.ready.discard(group_id)
 
     def _keep_begun(self, sample: Sample) -> None:
         if self.shelf.is_due(sample):
