@@ -265,9 +265,7 @@ def build_dispatcher(
     return SpeculativeDispatcher(router, engines, request_s, speculation=speculation), speculation
 
 
-def _evaluation_params(
-    spec: RunSpec, params: SamplingParams, one: EvaluationSetSpec | None = None
-) -> SamplingParams:
+def _evaluation_params(spec: RunSpec, params: SamplingParams, one: EvaluationSetSpec | None = None) -> SamplingParams:
     """Of a set, or of data.eval_path."""
     evaluation = spec.evaluation
     return SamplingParams(

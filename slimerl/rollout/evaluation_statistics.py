@@ -26,7 +26,7 @@ _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One judged answer. `said`: equal for answers that are the same; None: the response holds none, and has no vote."""
+    """One judged answer. `said`: equal for answers that are the same; None: the response holds none and has no vote."""
 
     correct: bool
     said: Hashable = None
@@ -58,6 +58,9 @@ def majority_at(verdicts: Sequence[Verdict], k: int) -> float:
     _check(verdicts, k)
     right = sum(verdict.correct for verdict in verdicts)
     votes = Counter(verdict.said for verdict in verdicts if not verdict.correct and verdict.said is not None)
+    if k == len(verdicts):
+        most = max([right, *votes.values()])
+        return (right == most) / sum(count == most for count in [right, *votes.values()]) if most else 0.0
     silent = len(verdicts) - right - sum(votes.values())
     won = 0.0
     for most in range(1, min(right, k) + 1):

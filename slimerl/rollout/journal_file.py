@@ -15,7 +15,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from slimerl.resilience.deadline import Deadline
@@ -95,8 +95,7 @@ class JournalFile:
         self._where = {sample_id: segment for sample_id, segment in self._where.items() if sample_id in live}
         if published:
             needed = {*self._where.values(), number}
-            doomed = [path for path in _segments(self._directory) if int(path.stem) not in needed]
-            self._queue.put(lambda: _remove(doomed))
+            self._queue.put(lambda: self._keep(needed))
 
     def publish(self) -> None:
         """From now on this journal counts, and that of the process before is gone."""
@@ -146,6 +145,9 @@ class JournalFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = descriptor
+
+    def _keep(self, needed: Container[int]) -> None:
+        _remove([path for path in _segments(self._directory) if int(path.stem) not in needed])
 
     def _give_up(self, error: OSError) -> None:
         if self._failure:

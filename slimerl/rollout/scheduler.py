@@ -32,7 +32,7 @@ from slimerl.rollout.prompts import Drawn, Prompt, PromptStream
 from slimerl.rollout.statistics import GroupRecord, batch_metrics, length_error, partial_metrics, trace_groups
 from slimerl.samples.journal import Books, HandedOut, Recovered, unheard
 from slimerl.samples.messages import BatchManifest, RolloutState
-from slimerl.samples.sample import Sample
+from slimerl.samples.sample import TOKEN_BYTES, Sample
 from slimerl.samples.store import GroupState, SampleStore
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Scheduler:
     agent: AgentLoop = field(default_factory=SingleTurn)
     journal: JournalFile | None = None
     max_buffered_bytes: float = math.inf
-    """Of finished samples; see `_has_room`."""
+    """Back-pressure: see `_has_room`."""
     progressed: Callable[[], None] = lambda: None
     """Called whenever a batch may have become ready, or impossible."""
     batches_taken: int = 0
@@ -122,8 +122,9 @@ class Scheduler:
             await self.close()
 
     def _has_room(self) -> bool:
-        """Back-pressure. Groups of the next batch always have it: the trainer, which must make room, waits for them."""
-        return self.store.shelf.size < self.max_buffered_bytes or self.gate.next_batch <= self.batches_taken
+        # As if all that is under way grew to its longest. The trainer waits for groups of the next batch.
+        under_way = self.store.counts().running * self.settings.params.max_new_tokens * TOKEN_BYTES
+        return self.store.shelf.size + under_way < self.max_buffered_bytes or self.gate.next_batch <= self.batches_taken
 
     def wake(self) -> None:
         """A slot came free, an engine changed, or a new version is out."""
@@ -207,7 +208,7 @@ class Scheduler:
     def books(self) -> Books:
         """The metadata of all of this, with which a segment of the journal begins."""
         counts, leases, told = self.store.counts(), self.store.leases(), dict(self._dropped_before)
-        handed_out = [HandedOut(one.batch_id, one.step, one.metrics, told) for one in self._manifests.values()]
+        handed_out = [HandedOut(each.batch_id, each.step, each.metrics, told) for each in self._manifests.values()]
         steps, groups = self.batches_taken - len(leases), self.store.booked_groups()
         return Books(steps, self.prompts.cursor, counts.trained, counts.dropped, told, groups, leases, handed_out)
 
@@ -221,8 +222,7 @@ class Scheduler:
         for told in recovered.handed_out:
             batch = self.store.lease(told.batch_id, leases[told.batch_id])
             self.batches_taken += 1
-            for group_id in batch.group_ids:
-                del self._records[group_id]
+            self._records = {name: each for name, each in self._records.items() if name not in batch.group_ids}
             self._manifests[told.batch_id] = BatchManifest(told.batch_id, told.step, list(batch.samples), told.metrics)
             self.store.note(told)
 

@@ -328,8 +328,8 @@ class ControlService:
         Raises:
             EvaluationError, DeadlineExceeded: see `Evaluation.run`.
         """
-        begun = self._evaluating.pop(request.step, None)
-        evaluating = asyncio.ensure_future(self.evaluation.run(request)) if begun is None else begun
+        self.begin_evaluation(request)
+        evaluating = self._evaluating.pop(request.step)
         try:
             while not evaluating.done():
                 self._progress.clear()

@@ -1,4 +1,4 @@
-"""The journal of the sample store: every transition that a process which takes over must know of. Pure: bytes, no files.
+"""The journal of the sample store: every transition that a process which takes over must know of. Pure: no files.
 
 Flows in: `Record`s in the order of what happened. Flows out: frames of bytes, and from the frames of a process that
 ended, however it ended, a `Recovered`: what the store held, and which batches were leased.
@@ -209,7 +209,7 @@ class Replay:
         begun = [sample for sample in there if sample.reward is None]
         return SavedGroup(group.group_id, group.version, group.sample_ids, finished, begun)
 
-    def _apply(self, record: Record) -> None:  # noqa: C901 - one arm for each kind
+    def _apply(self, record: Record) -> None:
         match record:
             case Books():
                 self._open(record)

@@ -168,7 +168,8 @@ class RolloutSpec(Strict):
     max_running_requests: Positive = 256
     """Requests in flight per engine."""
     max_buffered_gib: Annotated[Real, Field(gt=0)] = 16.0
-    """Of finished samples that wait for the trainer: beyond it no prompt is begun but those of the next step."""
+    """Of samples that wait for the trainer, those under way counted at their longest: beyond it no prompt is begun but
+    those of the next step."""
     speculation: SpeculationSpec = SpeculationSpec()
     port: Port = 0
     """Port of the control service; 0 takes a free one."""

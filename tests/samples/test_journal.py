@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 
 from slimerl.samples.books import StoreError
-from slimerl.samples.journal import Books, HandedOut, JournalDamaged, Record, Recovered, Replay, Trained, frame, read_frames
+from slimerl.samples.journal import (
+    Books,
+    HandedOut,
+    JournalDamaged,
+    Record,
+    Recovered,
+    Replay,
+    Trained,
+    frame,
+    read_frames,
+)
 from slimerl.samples.messages import RolloutState
 from slimerl.samples.sample import Sample
 from slimerl.samples.store import SampleStore
