@@ -97,7 +97,7 @@ class ControlService:
     figures: Callable[[], dict[str, float]] = dict
     """What else there is to tell with a batch."""
     _progress: asyncio.Event = field(default_factory=asyncio.Event)
-    _evaluating: "dict[int, asyncio.Future[EvaluateReply]]" = field(default_factory=dict)
+    _evaluating: "dict[int, asyncio.Task[EvaluateReply]]" = field(default_factory=dict)
     """Begun, by step, and not asked for yet."""
 
     def __post_init__(self) -> None:
@@ -319,7 +319,7 @@ class ControlService:
     def begin_evaluation(self, request: EvaluateRequest) -> None:
         """`evaluate` of the same step has the result."""
         if request.step not in self._evaluating:
-            self._evaluating[request.step] = asyncio.ensure_future(self.evaluation.run(request))
+            self._evaluating[request.step] = asyncio.create_task(self.evaluation.run(request))
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply | SyncWanted:
         """The evaluation, which may have been begun, or, where its engines have ended and others came, what these need
