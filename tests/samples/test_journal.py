@@ -172,7 +172,8 @@ def test_a_frame_that_is_not_as_it_was_written_is_an_error_and_no_smaller_store(
     for number in range(3):
         made.admit(number)
     data = bytearray(b"".join(map(frame, made.segments[0])))
-    data[len(frame(START)) + 10] ^= 1
+    at = data.index(b"0/1/0")
+    data[at : at + 5] = b"0/1/7"  # still a record, of another sample
     with pytest.raises(JournalDamaged, match=r"damaged: the frame at byte \d+ is not as it was written.*start the run"):
         Replay().apply(read_frames(bytes(data), "damaged"))
 
