@@ -328,7 +328,7 @@ def test_a2_a_killed_role_that_is_started_again_hands_out_the_same_batch_and_goe
         await sync(client, engines, 1)
         assert await take(client) == handed
         await asyncio.to_thread(client.trained, "step-2", 2)
-        with pytest.raises(ServiceFailed, match="409: .*step-2 was trained already"):
+        with pytest.raises(ServiceFailed, match=r"409: .*step-2 was trained already"):
             await asyncio.to_thread(client.next_batch, 2, 1.0)
         await sync(client, engines, 2)
         await train_step(client, 3)

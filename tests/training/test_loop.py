@@ -160,7 +160,7 @@ def test_an_evaluation_in_the_background_ends_before_its_weights_are_replaced(ra
     ]
     kinds = [each for each in events if each[0] in ("synced", "evaluate", "train")]
     assert kinds.index(("train", 2)) < kinds.index(("evaluate", 1)) < kinds.index(("synced", 2))
-    assert [step for step, _ in records] == [0, 1, 1, 2], "its figures are a record of their own, of the step they are of"
+    assert [step for step, _ in records] == [0, 1, 1, 2], "its figures are a record of their own, of its step"
     assert records[2][1] == pytest.approx({**records[2][1], "eval/accuracy": 0.25, "eval/set/pass_at_1": 0.5})
     assert not any(name.startswith("eval/") for name in records[1][1])
 
