@@ -21,6 +21,7 @@ from slimerl.conductor.stalls import Stalls
 from slimerl.conductor.supervise import RoleFailed, RoleProcess, end_all, watch
 from slimerl.conductor.termination import TerminationRequest
 from slimerl.resilience.heartbeat import HEARTBEATS_DIR
+from slimerl.rollout.journal_file import JOURNAL_DIR
 from slimerl.rollout.speculation.drafts_file import DIRECTORY as DRAFTS_DIR
 from slimerl.samples.messages import ADDRESS_FILE
 from slimerl.spec import RunSpec
@@ -43,8 +44,9 @@ _SYNC = "sync"
 """Buckets of `sync.transport: disk`."""
 LOGS_DIR = "logs"
 _FILES_OF_A_START = (TRACE_FILE, ADDRESS_FILE, STOP_FILE)
-_DIRECTORIES_OF_A_START = (TRACE_DIR, RESOURCES_DIR, REQUESTS_DIR, HEARTBEATS_DIR)
-"""Mean nothing to a run that goes on: an address of a service that is gone, a request to stop that came too late."""
+_DIRECTORIES_OF_A_START = (TRACE_DIR, RESOURCES_DIR, REQUESTS_DIR, HEARTBEATS_DIR, JOURNAL_DIR)
+"""Mean nothing to a run that goes on: an address of a service that is gone, a request to stop that came too late,
+samples of weights that no checkpoint has."""
 _FILES_OF_A_RECORD = (METRICS_FILE, EVENTS_FILE)
 _DIRECTORIES_OF_A_RECORD = ("tensorboard", LOGS_DIR, CHECKPOINTS_DIR, DRAFTS_DIR)
 USED_NAMES = (

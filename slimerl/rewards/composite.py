@@ -67,4 +67,4 @@ class WeightedSum:
         if failed is not None:
             return failed
         first = outcomes[0]
-        return Scored(total, first.correct, first.verdict) if isinstance(first, Scored) else first
+        return Scored(total, first.correct, first.verdict, first.said) if isinstance(first, Scored) else first

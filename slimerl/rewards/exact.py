@@ -13,4 +13,4 @@ def score(request: RewardRequest) -> Outcome:
     if not response:
         return Unparsable()
     correct = response == request.answer.strip()
-    return Scored(float(correct), correct)
+    return Scored(float(correct), correct, said=response)

@@ -13,6 +13,8 @@ from slimerl.rewards.outcome import Failed, Outcome, RewardRequest, Scored, Unpa
 # It warns once that its time limits are off, which is meant.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
+SAID_CHARACTERS = 200
+"""Of an answer, for telling it from others."""
 _EXPRESSIONS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 """Boxed expressions first, then "the answer is …", then the last expression of the text."""
 
@@ -27,7 +29,7 @@ def score(request: RewardRequest) -> Outcome:
     if not found:
         return Unparsable()
     correct = bool(verify(gold, found, timeout_seconds=None))
-    return Scored(reward=float(correct), correct=correct)
+    return Scored(reward=float(correct), correct=correct, said=str(found[-1])[:SAID_CHARACTERS])
 
 
 def _expressions(text: str) -> list:

@@ -14,11 +14,13 @@ UNPARSABLE_REWARD = 0.0
 
 class Scored(msgspec.Struct, frozen=True, tag="scored"):
     """Judged. `correct` is accuracy; `reward` may be shaped. `verdict`: in one word, for counting, why it is wrong,
-    where the reward can tell."""
+    where the reward can tell. `said`: what the response gives as its answer, where the reward can tell; answers that
+    are written alike are one when votes are counted."""
 
     reward: float
     correct: bool
     verdict: str = ""
+    said: str = ""
 
 
 class Unparsable(msgspec.Struct, frozen=True, tag="unparsable"):

@@ -31,11 +31,12 @@ from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.agents.build import RunningAgent, announced, build_agent
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients, Engines
-from slimerl.rollout.evaluation import Evaluation
+from slimerl.rollout.evaluation import Evaluation, HeldOutSet
 from slimerl.rollout.full_collections import defer_full_collections
 from slimerl.rollout.gateway.build import GATEWAY_FILE, build_gateway
 from slimerl.rollout.gateway.external import ExternalAgents
 from slimerl.rollout.gateway.front import Gateway, listening
+from slimerl.rollout.journal_file import JOURNAL_DIR, JournalFile, read_journal
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.kv_fleet import EngineModel
 from slimerl.rollout.kv_memory import Memory
@@ -51,11 +52,13 @@ from slimerl.rollout.speculation.drafts_file import DraftsFile
 from slimerl.rollout.speculation.engine_drafts import EngineDrafts, WatchedDispatcher
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.rollout.weights import WeightHold
+from slimerl.samples.journal import JournalDamaged
 from slimerl.samples.messages import ADDRESS_FILE, ServiceAddress
 from slimerl.samples.rows import DataError
 from slimerl.samples.store import SampleStore
 from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.spec.agent import ExternalAgent
+from slimerl.spec.evaluation import EvaluationSetSpec
 from slimerl.spec.functions import CustomFunctionError
 from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter
@@ -75,6 +78,8 @@ class Inputs:
     tokenizer: PromptTokenizer
     train: list[Prompt]
     held_out: list[Prompt]
+    sets: list[list[Prompt]]
+    """As `evaluation.sets`."""
 
 
 def main(spec: RunSpec) -> int:
@@ -86,7 +91,7 @@ def main(spec: RunSpec) -> int:
     except (DataError, TokenizerError, CustomFunctionError) as error:
         print(error, file=sys.stderr)
         return 2
-    except (NoAddress, RewardUnavailable) as error:
+    except (NoAddress, RewardUnavailable, JournalDamaged) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -151,7 +156,8 @@ def read_inputs(spec: RunSpec) -> Inputs:
 
     eval_path = spec.data.eval_path
     held_out = prompts(eval_path, spec.evaluation.max_prompts) if eval_path is not None else []
-    return Inputs(tokenizer, prompts(spec.data.train_path), held_out)
+    sets = [prompts(one.path, one.max_prompts or spec.evaluation.max_prompts) for one in spec.evaluation.sets]
+    return Inputs(tokenizer, prompts(spec.data.train_path), held_out, sets)
 
 
 @asynccontextmanager
@@ -187,9 +193,13 @@ async def _service(
         dispatcher,
         judge,
         loop,
+        journal=JournalFile(spec.run_dir / JOURNAL_DIR),
+        max_buffered_bytes=rollout.max_buffered_gib * 2**30,
     )
     weights = WeightHold(dispatcher, clients, spec.engine.replicas, spec.deadlines.start_s, on_update=rollout.on_update)
-    evaluation = Evaluation(inputs.held_out, _evaluation_params(spec, params), spec.seed, dispatcher, judge, loop)
+    held_out = _evaluation_params(spec, params)
+    sets = _held_out_sets(spec, inputs, params)
+    evaluation = Evaluation(inputs.held_out, held_out, spec.seed, dispatcher, judge, loop, sets)
     lag = LoopLag()
     service = ControlService(token, router, clients, scheduler, weights, evaluation, lag, speculation, shutdown=ended)
     try:
@@ -199,12 +209,32 @@ async def _service(
                 gateway = await build_gateway(spec, inputs.tokenizer, loop, dispatcher, parts)
                 service.figures = gateway.take_figures
                 await stack.enter_async_context(_gateway_listening(spec, gateway))
+            await _take_over(spec, scheduler)
             yield service
     finally:
         await weights.close()
         await dispatcher.close()
         await clients.close()
         judge.close()
+        if scheduler.journal is not None:
+            scheduler.journal.close()
+
+
+async def _take_over(spec: RunSpec, scheduler: Scheduler) -> None:
+    """From the process before, where one ended in this start of the run; the journal is this one's from then on.
+
+    Raises:
+        JournalDamaged, OSError, DataError: what it held cannot be known, or is of other prompts.
+    """
+    assert scheduler.journal is not None
+    recovered = await asyncio.to_thread(read_journal, spec.run_dir / JOURNAL_DIR)
+    if recovered is not None:
+        logger.info("taking over from the journal of a process that ended")
+        scheduler.recover(recovered)
+    else:
+        scheduler.journal.begin(scheduler.books())
+    scheduler.journal.publish()
+    await scheduler.journal.written()
 
 
 def build_router(spec: RunSpec) -> Router:
@@ -238,12 +268,24 @@ def build_dispatcher(
     return SpeculativeDispatcher(router, engines, request_s, speculation=speculation), speculation
 
 
-def _evaluation_params(spec: RunSpec, params: SamplingParams) -> SamplingParams:
+def _evaluation_params(spec: RunSpec, params: SamplingParams, one: EvaluationSetSpec | None = None) -> SamplingParams:
+    """Of a set, or of data.eval_path."""
+    evaluation = spec.evaluation
     return SamplingParams(
-        spec.evaluation.max_new_tokens or params.max_new_tokens,
-        spec.evaluation.temperature,
+        evaluation.new_tokens_of(one, params.max_new_tokens),
+        evaluation.temperature if one is None else evaluation.temperature_of(one),
         stop_token_ids=params.stop_token_ids,
     )
+
+
+def _held_out_sets(spec: RunSpec, inputs: Inputs, params: SamplingParams) -> list[HeldOutSet]:
+    return [
+        HeldOutSet(
+            *(one.name, prompts, _evaluation_params(spec, params, one)),
+            *(one.samples_per_prompt, one.pass_at, one.majority_at),
+        )
+        for one, prompts in zip(spec.evaluation.sets, inputs.sets, strict=True)
+    ]
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ its first step, a bug); the loop outlives them all.
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from slimerl.rollout.agents.policy import Policy
 from slimerl.rollout.agents.watch import BookedSample
 from slimerl.rollout.dispatch import Dispatcher, GenerationFailed
 from slimerl.rollout.dynamic_sampling import InformativeGroups, NothingToLearn
+from slimerl.rollout.journal_file import JournalFile
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.parts import Parts
 from slimerl.rollout.prompts import Drawn, Prompt, PromptStream
@@ -35,8 +37,9 @@ from slimerl.rollout.statistics import (
     token_staleness,
     trace_groups,
 )
+from slimerl.samples.journal import Books, HandedOut, Recovered, unheard
 from slimerl.samples.messages import BatchManifest, RolloutState
-from slimerl.samples.sample import Sample
+from slimerl.samples.sample import TOKEN_BYTES, Sample
 from slimerl.samples.store import GroupState, SampleStore
 
 logger = logging.getLogger(__name__)
@@ -85,6 +88,9 @@ class Scheduler:
     dispatcher: Dispatcher
     judge: Judge
     agent: AgentLoop = field(default_factory=SingleTurn)
+    journal: JournalFile | None = None
+    max_buffered_bytes: float = math.inf
+    """Back-pressure: see `_has_room`."""
     progressed: Callable[[], None] = lambda: None
     """Called whenever a batch may have become ready, or impossible."""
     batches_taken: int = 0
@@ -106,12 +112,14 @@ class Scheduler:
         lengths = self.dispatcher.order.lengths
         self._parts = Parts(settings.params, settings.run_seed, settings.chunk_tokens, lengths)
         self._informative = InformativeGroups(settings.dynamic_sampling_rounds, settings.groups_per_step)
+        if self.journal is not None:
+            self.store.note = self.journal.note
 
     async def run(self) -> None:
         """Admit groups until cancelled; ends the samples under way then."""
         try:
             while True:
-                while not self.stopped and self.gate.may_admit():
+                while not self.stopped and self.gate.may_admit() and self._has_room():
                     # All of them, wherever there is room: the dispatcher's order chooses among what waits.
                     self._admit(self.prompts.draw())
                     await asyncio.sleep(0)
@@ -119,6 +127,11 @@ class Scheduler:
                 await self._wake.wait()
         finally:
             await self.close()
+
+    def _has_room(self) -> bool:
+        # As if all that is under way grew to its longest. The trainer waits for groups of the next batch.
+        under_way = self.store.counts().running * self.settings.params.max_new_tokens * TOKEN_BYTES
+        return self.store.shelf.size + under_way < self.max_buffered_bytes or self.gate.next_batch <= self.batches_taken
 
     def wake(self) -> None:
         """A slot came free, an engine changed, or a new version is out."""
@@ -130,6 +143,8 @@ class Scheduler:
         self.wake()
 
     async def close(self) -> None:
+        # What is under way is not lost to a process that takes over.
+        self.store.note = unheard
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -147,34 +162,43 @@ class Scheduler:
         batch_id = _batch_id(step)
         if self.store.batch(batch_id) is not None:
             return self._manifests[batch_id]
-        settings, gate = self.settings, self.gate
+        settings, gate, store = self.settings, self.gate, self.store
         if self.batches_taken >= gate.steps:
             raise RolloutStopped(f"all {gate.steps} batches of the run have been handed out (training.steps)")
-        chosen = choose_batch(self.store.unleased(), self.batches_taken, settings.groups_per_step, gate.max_staleness)
+        chosen = None
+        if len(store.ready) >= settings.groups_per_step:
+            chosen = choose_batch(store.unleased(), self.batches_taken, settings.groups_per_step, gate.max_staleness)
         if chosen is None:
             if self.stopped:
                 raise RolloutStopped(self.stopped)
             return None
-        batch = self.store.lease(batch_id, chosen)
+        batch = store.lease(batch_id, chosen)
         self.batches_taken += 1
-        dropped = Counter(self.store.counts().dropped)
+        dropped = Counter(store.counts().dropped)
         records = [self._records.pop(group_id) for group_id in chosen]
         new_drops = dropped - self._dropped_before
+        payloads = store.payloads(each.sample_id for each in batch.samples)
         metrics = batch_metrics(batch.samples, records, new_drops, gate.version, self._informative.take_replaced())
+        metrics |= token_staleness(payloads, gate.version)
         metrics |= self.judge.take_figures() | self.dispatcher.take_figures()
         metrics |= length_error(batch.samples, dict(zip(chosen, records, strict=True)))
-        metrics |= partial_metrics([self.store.sample(sample_id) for sample_id in self._tasks])
-        metrics |= token_staleness([self.store.sample(each.sample_id) for each in batch.samples], gate.version)
+        metrics["rollout/buffered_mib"] = store.shelf.size / 2**20
+        metrics |= partial_metrics([store.sample(sample_id) for sample_id in self._tasks])
         self._dropped_before = dropped
         trace_groups(step, records)
         manifest = BatchManifest(batch_id, step, list(batch.samples), metrics)
         self._manifests[batch_id] = manifest
+        store.note(HandedOut(batch_id, step, metrics, dict(dropped)))
+        self.wake()
         return manifest
 
     def trained(self, batch_id: str) -> None:
         """The trainer is done with a batch. Raises StoreError."""
         self.store.trained(batch_id)
         self._manifests.pop(batch_id, None)
+        if self.journal is not None and self.journal.is_long:
+            self.journal.begin(self.books())
+        self.wake()
 
     # --- checkpoints
 
@@ -190,6 +214,27 @@ class Scheduler:
             groups=self.store.saved_groups(),
         )
 
+    def books(self) -> Books:
+        """The metadata of all of this, with which a segment of the journal begins."""
+        counts, leases, told = self.store.counts(), self.store.leases(), dict(self._dropped_before)
+        handed_out = [HandedOut(each.batch_id, each.step, each.metrics, told) for each in self._manifests.values()]
+        steps, groups = self.batches_taken - len(leases), self.store.booked_groups()
+        return Books(steps, self.prompts.cursor, counts.trained, counts.dropped, told, groups, leases, handed_out)
+
+    def recover(self, recovered: Recovered) -> None:
+        """Go on where a process ended; a batch that it had handed out is leased, and the same when asked for again.
+
+        Raises: as `restore`.
+        """
+        self.restore(recovered.state)
+        leases = {lease.batch_id: lease.group_ids for lease in recovered.leases}
+        for told in recovered.handed_out:
+            batch = self.store.lease(told.batch_id, leases[told.batch_id])
+            self.batches_taken += 1
+            self._records = {name: each for name, each in self._records.items() if name not in batch.group_ids}
+            self._manifests[told.batch_id] = BatchManifest(told.batch_id, told.step, list(batch.samples), told.metrics)
+            self.store.note(told)
+
     def restore(self, state: RolloutState) -> None:
         """Go on where another process stopped: what samples have is taken over, the others are made again.
 
@@ -203,6 +248,8 @@ class Scheduler:
         self.prompts.cursor = state.cursor
         self.batches_taken = state.steps
         self._dropped_before = Counter(state.dropped_told)
+        if self.journal is not None:
+            self.journal.begin(self.books())
         self.gate.resume(state.steps)
         self._forks = {name: fork for of_group in forks for name, fork in of_group.items()}
         for group, again in zip(groups, drawn, strict=True):

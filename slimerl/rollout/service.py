@@ -56,6 +56,8 @@ from slimerl.samples.store import StoreError
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 64 * 2**20
+MAX_FETCH_BYTES = 32 * 2**20
+"""Of payload in one answer: packing it holds up the event loop, and both sides have it twice."""
 
 Message = TypeVar("Message")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -95,6 +97,8 @@ class ControlService:
     figures: Callable[[], dict[str, float]] = dict
     """What else there is to tell with a batch."""
     _progress: asyncio.Event = field(default_factory=asyncio.Event)
+    _evaluating: "dict[int, asyncio.Task[EvaluateReply]]" = field(default_factory=dict)
+    """Begun, by step, and not asked for yet."""
 
     def __post_init__(self) -> None:
         self.scheduler.progressed = self._progressed
@@ -117,6 +121,7 @@ class ControlService:
                 web.post(Path.BATCH_TRAINED, self._trained),
                 web.post(Path.FETCH_SAMPLES, self._fetch),
                 web.post(Path.EVALUATE, self._evaluate),
+                web.post(Path.BEGIN_EVALUATION, self._begin_evaluation),
                 web.get(Path.STATE, self._state),
                 web.post(Path.RESTORE, self._restore),
                 web.post(Path.SHUTDOWN, self._shutdown),
@@ -140,6 +145,8 @@ class ControlService:
     def stop(self) -> None:
         """Begin to end: whoever waits is refused."""
         self.shutdown.set()
+        for evaluating in self._evaluating.values():
+            evaluating.cancel()
         self._progressed()
 
     # --- what the parts say to each other
@@ -213,7 +220,14 @@ class ControlService:
         return _answer(self.status())
 
     async def _next_batch(self, request: web.Request) -> web.Response:
-        return _answer(await self.next_batch(await _message(request, NextBatchRequest)))
+        batch = await self.next_batch(await _message(request, NextBatchRequest))
+        await self._journaled()
+        return _answer(batch)
+
+    async def _journaled(self) -> None:
+        """What is told now a process that takes over will know."""
+        if self.scheduler.journal is not None:
+            await self.scheduler.journal.written()
 
     async def next_batch(self, request: NextBatchRequest) -> BatchManifest | SyncWanted:
         """Wait for the batch of a step, or for engines that a weight sync would bring into service.
@@ -230,6 +244,8 @@ class ControlService:
                 metrics = {**manifest.metrics, "rollout/event_loop_lag_s": worst_lag_s, **self.figures()}
                 if self.speculation is not None:
                     metrics |= self.speculation.take_figures()
+                if self.scheduler.journal is not None and self.scheduler.journal.failure:
+                    metrics["rollout/journal_failed"] = 1.0
                 return msgspec.structs.replace(manifest, metrics=metrics)
             if engines := self._unsynced():
                 return SyncWanted(engines)
@@ -280,13 +296,14 @@ class ControlService:
     async def _trained(self, request: web.Request) -> web.Response:
         """Answers with the `Status` after it."""
         self.scheduler.trained((await _message(request, BatchTrained)).batch_id)
+        await self._journaled()
         return _answer(self.status())
 
     async def _fetch(self, request: web.Request) -> web.Response:
-        """Answers with a list of `SamplePayload`, in the order asked for."""
+        """Answers with a list of `SamplePayload`, in the order asked for, as many as fit into one answer."""
         wanted = await _message(request, FetchRequest)
         try:
-            payloads = self.scheduler.store.payloads(wanted.sample_ids)
+            payloads = self.scheduler.store.payloads(wanted.sample_ids, MAX_FETCH_BYTES)
         except StoreError as error:
             return _refusal(404, str(error))
         return _answer(payloads)
@@ -294,13 +311,25 @@ class ControlService:
     async def _evaluate(self, request: web.Request) -> web.Response:
         return _answer(await self.evaluate(await _message(request, EvaluateRequest)))
 
+    async def _begin_evaluation(self, request: web.Request) -> web.Response:
+        """Answers with the `Status`; asked again it is the same evaluation."""
+        self.begin_evaluation(await _message(request, EvaluateRequest))
+        return _answer(self.status())
+
+    def begin_evaluation(self, request: EvaluateRequest) -> None:
+        """`evaluate` of the same step has the result."""
+        if request.step not in self._evaluating:
+            self._evaluating[request.step] = asyncio.create_task(self.evaluation.run(request))
+
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply | SyncWanted:
-        """The evaluation, or, where its engines have ended and others came, what these need first.
+        """The evaluation, which may have been begun, or, where its engines have ended and others came, what these need
+        first.
 
         Raises:
             EvaluationError, DeadlineExceeded: see `Evaluation.run`.
         """
-        evaluating = asyncio.ensure_future(self.evaluation.run(request))
+        self.begin_evaluation(request)
+        evaluating = self._evaluating.pop(request.step)
         try:
             while not evaluating.done():
                 self._progress.clear()

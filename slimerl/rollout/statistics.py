@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+import numpy as np
+
 from slimerl.rollout.agents.policy import LENGTH, OVERFLOW
-from slimerl.samples.messages import SampleMeta
+from slimerl.samples.messages import SampleMeta, SamplePayload
 from slimerl.samples.sample import OBSERVED_VERSION, Sample
 from slimerl.telemetry import trace
 
@@ -133,12 +135,13 @@ def partial_metrics(under_way: Iterable[Sample]) -> dict[str, float]:
     return {"rollout/partial_samples": float(len(tokens)), "rollout/partial_tokens": float(sum(tokens))}
 
 
-def token_staleness(samples: Iterable[Sample], version: int) -> dict[str, float]:
+def token_staleness(payloads: Iterable[SamplePayload], version: int) -> dict[str, float]:
     """`staleness/tokens_behind_N`: share of the sampled tokens that came from weights N versions before `version`, for
     each N that occurs."""
     tokens: Counter[int] = Counter()
-    for sample in samples:
-        tokens.update(sample.versions)
+    for payload in payloads:
+        found, counts = np.unique(np.frombuffer(payload.versions, "<i4"), return_counts=True)
+        tokens.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
     tokens.pop(OBSERVED_VERSION, None)
     count = sum(tokens.values())
     return {f"staleness/tokens_behind_{version - each}": tokens[each] / count for each in sorted(tokens, reverse=True)}

@@ -34,6 +34,7 @@ class Path(StrEnum):
     BATCH_TRAINED = "/batches/trained"
     FETCH_SAMPLES = "/samples/fetch"
     EVALUATE = "/evaluate"
+    BEGIN_EVALUATION = "/evaluate/begin"
     STATE = "/state"
     RESTORE = "/state/restore"
     SHUTDOWN = "/shutdown"
@@ -162,6 +163,11 @@ class SamplePayload(msgspec.Struct, frozen=True):
     behavior_logprobs: bytes
     versions: bytes
 
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return len(self.tokens) + len(self.sampled) + len(self.behavior_logprobs) + len(self.versions)
+
 
 class EvaluateRequest(msgspec.Struct, frozen=True):
     step: int
@@ -169,6 +175,8 @@ class EvaluateRequest(msgspec.Struct, frozen=True):
 
 
 class EvaluateReply(msgspec.Struct, frozen=True, tag=True):
+    """Of `data.eval_path` the accuracy and what it is of; `figures`: `eval/…`, of every set."""
+
     step: int
     version: int
     accuracy: float
@@ -177,6 +185,7 @@ class EvaluateReply(msgspec.Struct, frozen=True, tag=True):
     """Prompts whose generation or reward failed; they are not counted as wrong answers."""
     mean_response_tokens: float
     seconds: float
+    figures: dict[str, float] = {}
 
 
 class SavedSample(msgspec.Struct, frozen=True):

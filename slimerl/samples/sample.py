@@ -36,6 +36,8 @@ SETTLED_STATES = frozenset({SampleState.REWARDED, SampleState.READY})
 """Of a sample that is to be trained, but for the rest of its group."""
 FORK = "~"
 """In the id of a sample between that of the one it was forked from and its own name."""
+TOKEN_BYTES = 13
+"""Of a response's token in a payload: id, mark, log-probability, version."""
 OBSERVED_VERSION = -1
 """Version of a token that no policy sampled (tool output, environment observation)."""
 

@@ -1,7 +1,11 @@
 """The sample store: every sample from admission to its one terminal state. Pure: no clock, no I/O.
 
 Flows in: groups of samples (the answers to one prompt) as they are admitted, and what happened to each sample.
-Flows out: batches of whole groups in admission order, leased to the trainer until it acknowledges them.
+Flows out: batches of whole groups in admission order, leased to the trainer until it acknowledges them; to the journal,
+every transition that a process which takes over must know of.
+
+Metadata stand apart from payload: once a sample has its reward, nothing is left of it but its `SampleMeta` and its
+packed arrays, which only `payloads` looks at.
 
 Invariant, checked at every transition (in samples)::
 
@@ -11,80 +15,33 @@ where *buffered* is READY (leased or not) and *running* is everything admitted t
 settled once each of its samples is rewarded or dropped: it becomes ready as a whole with what is left of it, or, if
 too little is left, is dropped as a whole. Example::
 
-    store = SampleStore(smallest_group=2)
-    store.admit("g", "prompt-7", [a, b], version=0)
-    for sample in (a, b):
-        store.start(sample.sample_id), store.generated(sample.sample_id), store.rewarded(sample.sample_id)
-    batch = store.lease("step-0", ["g"])   # metadata of a and b
-    store.payloads(["a", "b"])             # their tokens
-    store.trained("step-0")                # both are forgotten, and counted
+    store.admit("g", [a, b], version=0)
+    for one in ("a", "b"):
+        store.start(one), store.generated(one), store.rewarded(one)
+    store.lease("step-1", ["g"])   # metadata of a and b
+    store.payloads(["a", "b"])     # their tokens
+    store.trained("step-1")        # both are forgotten, and counted
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
+from slimerl.samples import journal
+from slimerl.samples.books import (
+    GROUP_TOO_SMALL,
+    Batch,
+    ConservationError,
+    Counts,
+    Group,
+    GroupState,
+    GroupView,
+    StoreError,
+)
 from slimerl.samples.messages import SampleMeta, SamplePayload, SavedGroup
 from slimerl.samples.sample import FORK, NEXT_STATES, SETTLED_STATES, Sample, SampleState
-
-GROUP_TOO_SMALL = "group_too_small"
-"""Reason of the samples that are dropped because too few of their group are left."""
-
-
-class StoreError(RuntimeError):
-    """A transition that the life cycle forbids, or an id that the store does not hold; the message names the id."""
-
-
-class ConservationError(StoreError):
-    """The books do not balance: a bug of the store, never of its caller."""
-
-
-class GroupState(StrEnum):
-    OPEN = "open"
-    """Some sample of the group is not settled yet."""
-    READY = "ready"
-    DROPPED = "dropped"
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Samples by what became of them; admitted = running + buffered + trained + sum(dropped)."""
-
-    admitted: int
-    running: int
-    buffered: int
-    trained: int
-    dropped: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Whole groups, leased to the trainer; `samples` in admission order."""
-
-    batch_id: str
-    group_ids: tuple[str, ...]
-    samples: tuple[SampleMeta, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupView:
-    """What the choice of a batch needs to know of a group; `version`: policy version at its admission."""
-
-    group_id: str
-    version: int
-    ready: bool
-
-
-@dataclass(slots=True)
-class _Group:
-    group_id: str
-    version: int
-    """Policy version at admission: what bounds the group's staleness."""
-    samples: dict[str, Sample]
-    """Those not dropped."""
-    state: GroupState = GroupState.OPEN
-    batch_id: str | None = None
+from slimerl.samples.shelf import PayloadShelf
 
 
 @dataclass
@@ -92,9 +49,14 @@ class SampleStore:
     """See the module's docstring. `smallest_group`: samples that a group needs to be of use."""
 
     smallest_group: int = 1
-    _groups: dict[str, _Group] = field(default_factory=dict)
+    note: Callable[[journal.Record], None] = journal.unheard
+    """Takes every record of the journal, before anybody learns of what it says."""
+    shelf: PayloadShelf = field(default_factory=PayloadShelf)
+    ready: set[str] = field(default_factory=set)
+    """Groups that are ready and in no batch."""
+    _groups: dict[str, Group] = field(default_factory=dict)
     """Live groups in admission order."""
-    _group_of: dict[str, _Group] = field(default_factory=dict)
+    _group_of: dict[str, Group] = field(default_factory=dict)
     _states: dict[str, SampleState] = field(default_factory=dict)
     """Of live samples; a sample that reached a terminal state is not in here."""
     _by_state: Counter[SampleState] = field(default_factory=Counter)
@@ -104,8 +66,8 @@ class SampleStore:
     _trained: int = 0
     _dropped: Counter[str] = field(default_factory=Counter)
 
-    def admit(self, group_id: str, samples: Sequence[Sample], version: int) -> None:
-        """Take a group in, QUEUED, admitted under policy `version`.
+    def admit(self, group_id: str, samples: Sequence[Sample], version: int, drawn: bool = True) -> None:
+        """Take a group in, QUEUED, admitted under policy `version`; `drawn`: its prompt has just been.
 
         Raises:
             StoreError: no samples, a sample of another group, or an id that is live already.
@@ -120,13 +82,16 @@ class SampleStore:
                 raise StoreError(f"sample {sample.sample_id} belongs to group {sample.group_id}, not to {group_id}")
             if sample.sample_id in self._states or ids.count(sample.sample_id) > 1:
                 raise StoreError(f"sample {sample.sample_id} is live already; ids must be unique")
-        self._enter(self._groups.setdefault(group_id, _Group(group_id, version, {})), samples)
+        self.note(journal.Admitted(group_id, version, ids, drawn))
+        self._groups[group_id] = group = Group(group_id, version, {}, number=self._admitted)
+        self._enter(group, samples)
 
     def join(self, sample: Sample) -> None:
         """One more sample of a group that is open, QUEUED. Raises StoreError: it is not, or the id is live already."""
         group = self._groups.get(sample.group_id)
         if group is None or group.state is not GroupState.OPEN or sample.sample_id in self._states:
             raise StoreError(f"sample {sample.sample_id} cannot join: it is live, or {sample.group_id} is not open")
+        self.note(journal.Joined(sample.group_id, sample.sample_id))
         self._enter(group, [sample])
 
     def forks(self, sample_id: str) -> list[str]:
@@ -141,21 +106,25 @@ class SampleStore:
     def interrupt(self, sample_id: str) -> None:
         """RUNNING → INTERRUPTED: it keeps its tokens and goes on later."""
         self._move(sample_id, SampleState.INTERRUPTED)
+        self._keep_begun(self.sample(sample_id))
         self.check()
 
     def generated(self, sample_id: str) -> None:
-        """RUNNING → GENERATED. Raises StoreError if the sample holds no response tokens."""
-        if not self.sample(sample_id).response_tokens:
-            raise StoreError(f"sample {sample_id}: generated, but it holds no response tokens")
+        """RUNNING → GENERATED. Raises StoreError if the sample holds no token that the policy sampled."""
+        if not any(self.sample(sample_id).sampled):
+            raise StoreError(f"sample {sample_id}: generated, but it holds no response tokens of the policy")
         self._move(sample_id, SampleState.GENERATED)
         self.check()
 
     def rewarded(self, sample_id: str) -> GroupState:
         """GENERATED → REWARDED; returns what that made of its group. Raises StoreError without a reward."""
-        if self.sample(sample_id).reward is None:
+        sample, group = self.sample(sample_id), self._group_of[sample_id]
+        if sample.reward is None:
             raise StoreError(f"sample {sample_id}: rewarded, but its reward is not set")
         self._move(sample_id, SampleState.REWARDED)
-        return self._settle(self._group_of[sample_id])
+        group.samples[sample_id] = sample.meta()
+        self.note(journal.Finished(group.group_id, self.shelf.put(sample)))
+        return self._settle(group)
 
     def drop(self, sample_id: str, reason: str) -> GroupState:
         """Any live state → DROPPED; returns what that made of its group.
@@ -166,9 +135,7 @@ class SampleStore:
         group = self._live(sample_id)
         if group.batch_id is not None:
             raise StoreError(f"sample {sample_id} is leased in batch {group.batch_id} and cannot be dropped")
-        self._end(sample_id, SampleState.DROPPED)
-        self._dropped[reason] += 1
-        del group.samples[sample_id]
+        self._drop(group, sample_id, reason)
         return self._settle(group)
 
     def verdicts(self, group_id: str) -> list[bool | None]:
@@ -180,10 +147,9 @@ class SampleStore:
         group = self._groups.get(group_id)
         if group is None or group.state is not GroupState.READY or group.batch_id is not None:
             raise StoreError(f"group {group_id} cannot be dropped as a whole: it is not ready, or leased")
-        for sample_id in group.samples:
-            self._end(sample_id, SampleState.DROPPED)
-        self._dropped[reason] += len(group.samples)
-        del self._groups[group_id]
+        for sample_id in list(group.samples):
+            self._drop(group, sample_id, reason)
+        self._remove(group_id)
         self.check()
 
     def unleased(self) -> list[GroupView]:
@@ -202,19 +168,21 @@ class SampleStore:
         """
         if batch_id in self._batches or batch_id in self._acknowledged:
             raise StoreError(f"batch {batch_id} was leased already")
-        wanted = set(group_ids)
-        groups = [group for group_id, group in self._groups.items() if group_id in wanted]
-        if len(groups) < len(group_ids):
-            missing = wanted - {group.group_id for group in groups}
-            raise StoreError(f"batch {batch_id}: groups not in the store, or named twice: {sorted(missing)}")
+        wanted = dict.fromkeys(group_ids)
+        missing = sorted(group_id for group_id in wanted if group_id not in self._groups)
+        if missing or len(wanted) < len(group_ids):
+            raise StoreError(f"batch {batch_id}: groups not in the store, or named twice: {missing}")
+        groups = sorted((self._groups[group_id] for group_id in wanted), key=lambda group: group.number)
         for group in groups:
             if group.state is not GroupState.READY or group.batch_id is not None:
                 held = f", leased in batch {group.batch_id}" if group.batch_id else ""
                 raise StoreError(f"batch {batch_id}: group {group.group_id} is {group.state}{held}")
         for group in groups:
             group.batch_id = batch_id
-        metas = tuple(sample.meta() for group in groups for sample in group.samples.values())
+            self.ready.discard(group.group_id)
+        metas = tuple(meta for group in groups for meta in group.samples.values() if isinstance(meta, SampleMeta))
         batch = Batch(batch_id, tuple(group.group_id for group in groups), metas)
+        self.note(journal.Leased(batch_id, list(batch.group_ids)))
         self._batches[batch_id] = batch
         self.check()
         return batch
@@ -232,8 +200,10 @@ class SampleStore:
     def give_back(self, batch_id: str) -> None:
         """End a lease without training: its groups are ready again, at their old place in the order."""
         batch = self._leased(batch_id)
+        self.note(journal.GivenBack(batch_id))
         for group_id in batch.group_ids:
             self._groups[group_id].batch_id = None
+            self.ready.add(group_id)
         del self._batches[batch_id]
         self.check()
 
@@ -242,10 +212,11 @@ class SampleStore:
         if batch_id in self._acknowledged:
             return
         batch = self._leased(batch_id)
+        self.note(journal.Trained(batch_id))
         for meta in batch.samples:
             self._end(meta.sample_id, SampleState.TRAINED)
         for group_id in batch.group_ids:
-            del self._groups[group_id]
+            self._remove(group_id)
         self._trained += len(batch.samples)
         del self._batches[batch_id]
         self._acknowledged.add(batch_id)
@@ -264,15 +235,22 @@ class SampleStore:
                 group.group_id,
                 group.version,
                 list(group.samples),
-                [one.saved() for sample_id, one in group.samples.items() if self._states[sample_id] in SETTLED_STATES],
-                [
-                    one.saved()
-                    for sample_id, one in group.samples.items()
-                    if self._states[sample_id] not in SETTLED_STATES and one.response_tokens
-                ],
+                self.shelf.finished(group.samples),
+                [one.saved() for one in group.samples.values() if isinstance(one, Sample) and one.response_tokens],
             )
             for group in self._groups.values()
         ]
+
+    def booked_groups(self) -> list[journal.BookedGroup]:
+        """Every live group without its payload, in admission order, leased or not."""
+        return [
+            journal.BookedGroup(one.group_id, one.version, list(one.samples), self.shelf.journaled(one.samples))
+            for one in self._groups.values()
+        ]
+
+    def leases(self) -> list[journal.Leased]:
+        """Batches that are neither trained nor given back."""
+        return [journal.Leased(batch.batch_id, list(batch.group_ids)) for batch in self._batches.values()]
 
     def restore(self, trained: int, dropped: Mapping[str, int], batch_ids: Iterable[str]) -> None:
         """Take over the books of an earlier process; its live groups are admitted afterwards.
@@ -301,7 +279,9 @@ class SampleStore:
             raise StoreError(f"group {saved.group_id}: to be made again are {saved.missing}, and no others")
         finished = [Sample.restored(each, saved.group_id) for each in saved.samples]
         by_id = {sample.sample_id: sample for sample in (*finished, *missing)}
-        self.admit(saved.group_id, [by_id[sample_id] for sample_id in saved.sample_ids], saved.version)
+        self.admit(saved.group_id, [by_id[sample_id] for sample_id in saved.sample_ids], saved.version, drawn=False)
+        for sample in missing:
+            self._keep_begun(sample)
         for sample in finished:
             self.start(sample.sample_id)
             self.generated(sample.sample_id)
@@ -309,8 +289,11 @@ class SampleStore:
         return self._groups[saved.group_id].state
 
     def sample(self, sample_id: str) -> Sample:
-        """A live sample. Raises StoreError."""
-        return self._live(sample_id).samples[sample_id]
+        """A live sample that is not finished. Raises StoreError."""
+        sample = self._live(sample_id).samples[sample_id]
+        if not isinstance(sample, Sample):
+            raise StoreError(f"sample {sample_id} is finished; ask for its payload")
+        return sample
 
     def state(self, sample_id: str) -> SampleState:
         """Of a live sample. Raises StoreError."""
@@ -321,16 +304,16 @@ class SampleStore:
         """How many live samples are in a state."""
         return self._by_state[state]
 
-    def payloads(self, sample_ids: Iterable[str]) -> list[SamplePayload]:
-        """Tokens of ready samples, in the order asked for. Raises StoreError naming every id that is not ready."""
+    def payloads(self, sample_ids: Iterable[str], at_most_bytes: float = math.inf) -> list[SamplePayload]:
+        """Of ready samples, in the order asked for: the first, and those behind it that fit. Raises StoreError naming
+        every id that is not ready."""
         ids = list(sample_ids)
-        missing = [one for one in ids if self._states.get(one) is not SampleState.READY]
-        if missing:
+        if missing := [one for one in ids if self._states.get(one) is not SampleState.READY]:
             raise StoreError(f"not in the store as ready samples: {', '.join(missing)}")
-        return [self.sample(one).payload() for one in ids]
+        return self.shelf.payloads(ids, at_most_bytes)
 
     def open_groups(self) -> list[str]:
-        """Ids of the groups that are not settled, oldest first."""
+        """Those not settled, oldest first."""
         return [group.group_id for group in self._groups.values() if group.state is GroupState.OPEN]
 
     def counts(self) -> Counts:
@@ -340,31 +323,28 @@ class SampleStore:
 
     def check(self) -> None:
         """Raises ConservationError when the books do not balance."""
-        counts = self.counts()
-        ended = counts.trained + sum(counts.dropped.values())
-        if counts.admitted != counts.running + counts.buffered + ended or len(self._states) != counts.admitted - ended:
-            raise ConservationError(f"samples were lost or counted twice: {counts}, live {len(self._states)}")
+        live = self._admitted - self._trained - sum(self._dropped.values())
+        if sum(self._by_state.values()) != live or len(self._states) != live:
+            raise ConservationError(f"samples were lost or counted twice: {self.counts()}, live {len(self._states)}")
 
-    def _settle(self, group: _Group) -> GroupState:
+    def _settle(self, group: Group) -> GroupState:
         """Close the group if nothing of it is pending any more."""
-        small = len(group.samples) < self.smallest_group
-        if small:
+        if len(group.samples) < self.smallest_group:
             for sample_id in list(group.samples):
                 if self._states[sample_id] in SETTLED_STATES:
-                    self._end(sample_id, SampleState.DROPPED)
-                    self._dropped[GROUP_TOO_SMALL] += 1
-                    del group.samples[sample_id]
+                    self._drop(group, sample_id, GROUP_TOO_SMALL)
             if not group.samples:
                 group.state = GroupState.DROPPED
-                del self._groups[group.group_id]
+                self._remove(group.group_id)
         elif group.state is GroupState.OPEN and all(self._states[one] in SETTLED_STATES for one in group.samples):
             for sample_id in group.samples:
                 self._move(sample_id, SampleState.READY)
             group.state = GroupState.READY
+            self.ready.add(group.group_id)
         self.check()
         return group.state
 
-    def _enter(self, group: _Group, samples: Sequence[Sample]) -> None:
+    def _enter(self, group: Group, samples: Sequence[Sample]) -> None:
         for sample in samples:
             group.samples[sample.sample_id] = sample
             self._group_of[sample.sample_id], self._states[sample.sample_id] = group, SampleState.QUEUED
@@ -377,7 +357,7 @@ class SampleStore:
             raise StoreError(f"batch {batch_id} is not leased; leased: {', '.join(self._batches) or 'none'}")
         return self._batches[batch_id]
 
-    def _live(self, sample_id: str) -> _Group:
+    def _live(self, sample_id: str) -> Group:
         group = self._group_of.get(sample_id)
         if group is None:
             raise StoreError(f"sample {sample_id} is not live: it was never admitted, or was trained or dropped")
@@ -398,3 +378,18 @@ class SampleStore:
         self._by_state[to] -= 1
         del self._states[sample_id]
         del self._group_of[sample_id]
+        self.shelf.end(sample_id)
+
+    def _drop(self, group: Group, sample_id: str, reason: str) -> None:
+        self.note(journal.Dropped(group.group_id, sample_id, reason))
+        self._end(sample_id, SampleState.DROPPED)
+        self._dropped[reason] += 1
+        del group.samples[sample_id]
+
+    def _remove(self, group_id: str) -> None:
+        del self._groups[group_id]
+        self.ready.discard(group_id)
+
+    def _keep_begun(self, sample: Sample) -> None:
+        if self.shelf.is_due(sample):
+            self.note(journal.Begun(sample.group_id, sample.saved()))

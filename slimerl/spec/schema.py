@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slimerl.spec.agent import AgentSpec, SingleTurnAgent, check_agent
 from slimerl.spec.algorithm import AlgorithmSpec
+from slimerl.spec.evaluation import EvaluationSpec, check_evaluation
 from slimerl.spec.fields import (
     FilePath,
     NonNegative,
@@ -167,6 +168,9 @@ class RolloutSpec(Strict):
     what each has to do; siblings go where their prompt is. least_loaded: the one with the fewest requests."""
     max_running_requests: Positive = 256
     """Requests in flight per engine."""
+    max_buffered_gib: Annotated[Real, Field(gt=0)] = 16.0
+    """Of samples that wait for the trainer, those under way counted at their longest: beyond it no prompt is begun but
+    those of the next step."""
     speculation: SpeculationSpec = SpeculationSpec()
     port: Port = 0
     """Port of the control service; 0 takes a free one."""
@@ -261,15 +265,6 @@ class SyncSpec(Strict):
     them as they were. false: no buffer, and engines stop for the whole transfer."""
 
 
-class EvaluationSpec(Strict):
-    every_steps: NonNegative = 0
-    """0: only before the first and after the last step."""
-    max_prompts: Positive = 256
-    max_new_tokens: Positive | None = None
-    """Default: rollout.max_new_tokens."""
-    temperature: Annotated[Real, Field(ge=0)] = 0.0
-
-
 class RunSpec(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$"), AfterValidator(_no_directory_itself)]
     output_dir: FilePath | None = None
@@ -315,7 +310,12 @@ class RunSpec(Strict):
             "data.train_path": self.data.train_path,
             "data.eval_path": self.data.eval_path,
         }
-        return {key: path for key, path in paths.items() if path is not None}
+        sets = {f"evaluation.sets.{number}.path": one.path for number, one in enumerate(self.evaluation.sets)}
+        return {key: path for key, path in paths.items() if path is not None} | sets
+
+    @property
+    def evaluates(self) -> bool:
+        return self.data.eval_path is not None or bool(self.evaluation.sets)
 
     @property
     def uses_engines(self) -> bool:
@@ -397,8 +397,9 @@ class RunSpec(Strict):
                 f"checkpoint.every_steps = {every} is no multiple of algorithm.reference_refresh_steps = {refresh}: a "
                 "checkpoint keeps no second model, and a run that goes on there takes its reference from the policy"
             )
-        new_tokens = max(rollout.max_new_tokens, self.evaluation.max_new_tokens or 0)
-        longest = self.data.max_prompt_tokens + new_tokens
+        has_eval_path = self.data.eval_path is not None
+        check_evaluation(self.evaluation, self.reward, self.uses_engines, self.shares_gpus, has_eval_path)
+        longest = self.data.max_prompt_tokens + self.evaluation.longest_new_tokens(rollout.max_new_tokens)
         if self.uses_engines and longest > self.engine.context_tokens:
             raise ValueError(
                 f"data.max_prompt_tokens + max_new_tokens (of rollout or evaluation) = {longest} exceeds "

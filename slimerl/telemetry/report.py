@@ -26,6 +26,9 @@ def final_table(run_dir: Path, name: str) -> Table:
         values = series(records, metric)
         if values:
             table.add_row(label, form.format(values[0]), form.format(values[-1]))
+    for name in _names(records, "eval/", "_low"):
+        ends = [series(records, f"eval/{name}{suffix}") for suffix in ("", "_low", "_high")]
+        table.add_row(f"held-out {name.replace('_at_', '@')}, 95 %", *(_interval(ends, at) for at in (0, -1)))
     for name in _names(records, "memory/", "_rss_gib"):
         values = series(records, f"memory/{name}_rss_gib")
         table.add_row(f"memory of {name} (GiB)", f"{values[0]:.2f}", f"{values[-1]:.2f}")
@@ -36,6 +39,11 @@ def final_table(run_dir: Path, name: str) -> Table:
     for metric, seconds in phase_seconds(records).items():
         table.add_row(f"{metric.removeprefix('time/')} (mean s per step)", "", f"{seconds:.2f}")
     return table
+
+
+def _interval(ends: Sequence[Sequence[float]], at: int) -> str:
+    value, low, high = (of_all[at] for of_all in ends)
+    return f"{value:.1%} ({low:.1%} - {high:.1%})"
 
 
 def _names(records: Sequence[dict[str, Any]], prefix: str, suffix: str = "") -> list[str]:

@@ -125,6 +125,7 @@ def train(run: Run) -> None:
     steps = run.spec.training.steps
     at_the_end, freed = _Deferred(), FreedMemory()
     _begin(run, clock)
+    background = _BackgroundEvaluation(run, clock)
     for step in range(run.done_steps + 1, steps + 1):
         batch = _take(run, clock, step)
         _take_memory_back(run, clock, step)
@@ -138,10 +139,11 @@ def train(run: Run) -> None:
         if run.turns is not None:
             # while the trainer has its memory; it is complete at the next step, after this one's record
             _checkpoint(run, clock, step, at_the_end)
+        background.finish()
         figures |= _publish(run, clock, version=step)
         figures |= clock.take()
         figures |= run.compare_ranks(figures)
-        if _evaluation_due(run.spec, step):
+        if _evaluation_due(run.spec, step) and not background.begin(step):
             figures |= _evaluate(run, clock, step)
             clock.take()
         figures |= run.resources()
@@ -218,7 +220,7 @@ def _checkpoint(run: Run, clock: StepClock, step: int, at_the_end: _Deferred) ->
 
 
 def _evaluate(run: Run, clock: StepClock, step: int) -> dict[str, float]:
-    if run.spec.data.eval_path is None:
+    if not run.spec.evaluates:
         return {}
     while True:
         with clock(step, "evaluate"):
@@ -226,6 +228,40 @@ def _evaluate(run: Run, clock: StepClock, step: int) -> dict[str, float]:
         if figures is not None:
             return figures
         _publish(run, clock, version=step)
+
+
+class _BackgroundEvaluation:
+    """One at a time, from the sync of its weights to the next; its figures are a record of their own.
+
+    A run that goes on after a step whose evaluation may not have come to its end begins it again.
+    """
+
+    def __init__(self, run: Run, clock: StepClock) -> None:
+        self._run, self._clock = run, clock
+        self._step: int | None = None
+        if run.done_steps > 0 and _evaluation_due(run.spec, run.done_steps):
+            self.begin(run.done_steps)
+
+    def begin(self, step: int) -> bool:
+        """Returns False where it is to be waited for instead: nothing goes on meanwhile."""
+        if not self._run.spec.evaluation.background or step == self._run.spec.training.steps:
+            return False
+        self._run.source.begin_evaluation(step)
+        self._step = step
+        return True
+
+    def finish(self) -> None:
+        """Before new weights come."""
+        if self._step is None:
+            return
+        step, self._step = self._step, None
+        with self._clock(step, "evaluate"):
+            figures = self._run.source.evaluate(step, self._run.trainer)
+        if figures is None:
+            text = "its engines ended, and those that came in their place have no weights of this step"
+            self._run.log.event(step, "alarm", "evaluation given up", text)
+        else:
+            self._run.log.metrics(step, figures)
 
 
 def _evaluation_due(spec: RunSpec, step: int) -> bool:

@@ -97,11 +97,15 @@ class RolloutClient:
         self._ask("POST", Endpoint.BATCH_TRAINED, BatchTrained(batch_id, version), None)
 
     def fetch(self, sample_ids: Sequence[str]) -> list[SamplePayload]:
-        """Payloads in the order of the ids."""
-        payloads = self._ask("POST", Endpoint.FETCH_SAMPLES, FetchRequest(list(sample_ids)), list[SamplePayload])
-        found = [payload.sample_id for payload in payloads]
-        if found != list(sample_ids):
-            raise ServiceFailed(f"{Endpoint.FETCH_SAMPLES}: asked for {len(sample_ids)} samples, got others: {found}")
+        """Payloads in the order of the ids, as many with one call as the service gives."""
+        payloads: list[SamplePayload] = []
+        while len(payloads) < len(sample_ids):
+            asked = list(sample_ids[len(payloads) :])
+            part = self._ask("POST", Endpoint.FETCH_SAMPLES, FetchRequest(asked), list[SamplePayload])
+            found = [payload.sample_id for payload in part]
+            if not found or found != asked[: len(found)]:
+                raise ServiceFailed(f"{Endpoint.FETCH_SAMPLES}: asked for {len(asked)} samples, got others: {found}")
+            payloads += part
         return payloads
 
     def hold(self, request: HoldRequest) -> HoldReply:
@@ -111,8 +115,12 @@ class RolloutClient:
     def release(self, request: ReleaseRequest) -> None:
         self._ask("POST", Endpoint.RELEASE, request, None)
 
+    def begin_evaluation(self, step: int, timeout_s: float) -> None:
+        """Of the present weights, while the caller does something else; `evaluate` has the result."""
+        self._ask("POST", Endpoint.BEGIN_EVALUATION, EvaluateRequest(step, timeout_s), None)
+
     def evaluate(self, step: int, timeout_s: float) -> EvaluateReply | SyncWanted:
-        """Run the held-out prompts with the present weights."""
+        """The held-out prompts with the present weights, or what `begin_evaluation` has begun."""
         request, kinds = EvaluateRequest(step, timeout_s), EvaluateReply | SyncWanted
         return self._ask("POST", Endpoint.EVALUATE, request, kinds, timeout_s + ANSWER_MARGIN_S)
 

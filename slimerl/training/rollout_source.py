@@ -77,6 +77,10 @@ class RolloutSource:
         if self._grid.is_first and self._client is not None:
             self._client.trained(self._batch_id, version=step)
 
+    def begin_evaluation(self, step: int) -> None:
+        if self._grid.is_first and self._client is not None:
+            self._client.begin_evaluation(step, self._spec.deadlines.batch_s)
+
     def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float] | None:
         data = None
         if self._grid.is_first and self._client is not None:
@@ -85,7 +89,10 @@ class RolloutSource:
         reply = msgspec.msgpack.decode(data, type=EvaluateReply | SyncWanted)
         if isinstance(reply, SyncWanted):
             return None
-        return {
+        figures = {"eval/seconds": reply.seconds} | reply.figures
+        if not reply.prompts:
+            return figures
+        return figures | {
             "eval/accuracy": reply.accuracy,
             "eval/prompts": float(reply.prompts),
             "eval/failures": float(reply.failures),

@@ -50,6 +50,9 @@ class RowSource:
 
     def restore(self, state: bytes) -> None: ...
 
+    def begin_evaluation(self, step: int) -> None:
+        """The trainer evaluates by itself, when it is asked to; the spec refuses evaluation.background here."""
+
     def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float]:
         """Mean negative log-likelihood per response token of the held-out rows, in nats."""
         [micro_batches] = self._packed(self._held_out, minibatches=1)

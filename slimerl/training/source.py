@@ -28,6 +28,10 @@ class Source(Protocol):
         """The samples of `step` have been used."""
         ...
 
+    def begin_evaluation(self, step: int) -> None:
+        """Let the engines evaluate the weights of `step`; `evaluate` of the same step has the figures."""
+        ...
+
     def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float] | None:
         """Figures of the held-out data (`eval/…`) on the first rank; None: as of `take`."""
         ...

@@ -160,5 +160,5 @@ def test_a_composite_of_the_spec_judges_with_all_its_parts():
     ]
     spec = CompositeReward.model_validate({"kind": "composite", "parts": parts})
     assert reads_prompt(spec)
-    assert judged(spec, RewardRequest("s", "so it is 42", "42", "asked")) == Scored(1.25, True)
-    assert judged(spec, RewardRequest("s", "so it is 41", "42", "asked")) == Scored(0.25, False)
+    assert judged(spec, RewardRequest("s", "so it is 42", "42", "asked")) == Scored(1.25, True, said="42")
+    assert judged(spec, RewardRequest("s", "so it is 41", "42", "asked")) == Scored(0.25, False, said="41")

@@ -9,11 +9,11 @@ from slimerl.rewards.outcome import RewardRequest, Scored, Unparsable
 @pytest.mark.parametrize(
     ("response", "outcome"),
     [
-        ("408", Scored(1.0, True)),
-        (" 408\n", Scored(1.0, True)),
-        ("12*34", Scored(0.0, False)),
-        ("408.0", Scored(0.0, False)),
-        ("408408", Scored(0.0, False)),
+        ("408", Scored(1.0, True, said="408")),
+        (" 408\n", Scored(1.0, True, said="408")),
+        ("12*34", Scored(0.0, False, said="12*34")),
+        ("408.0", Scored(0.0, False, said="408.0")),
+        ("408408", Scored(0.0, False, said="408408")),
         (" \n", Unparsable()),
         ("", Unparsable()),
     ],

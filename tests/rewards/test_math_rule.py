@@ -27,7 +27,8 @@ def outcome(response: str, answer: str):
     ],
 )
 def test_an_equal_expression_is_correct(response, answer):
-    assert outcome(response, answer) == Scored(1.0, True)
+    found = outcome(response, answer)
+    assert found == Scored(1.0, True, said=found.said)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,13 @@ def test_an_equal_expression_is_correct(response, answer):
     [("41", "42"), ("42 or 13", "42"), (r"42 \boxed{41}", "42"), ("-42", "42"), ("4 2", "42"), ("420", "42")],
 )
 def test_r2_another_expression_is_wrong(response, answer):
-    assert outcome(response, answer) == Scored(0.0, False)
+    found = outcome(response, answer)
+    assert found == Scored(0.0, False, said=found.said)
+
+
+def test_answers_that_are_written_alike_are_one_when_votes_are_counted():
+    said = [outcome(response, "42").said for response in ("it is 41", r"so \boxed{41}", "40 + 1 = 41", "43")]
+    assert said == ["41", "41", "41", "43"]
 
 
 @pytest.mark.parametrize("response", ["", "I do not know", "\n\n", r"\boxed{}", "forty-two"])

@@ -91,7 +91,7 @@ def test_r1_an_expression_that_math_verify_cannot_finish_is_killed():
         async with pool(scorer="slimerl.rewards.math:score", memory_bytes=2**30, timeout_s=1.5) as workers:
             tower = RewardRequest("s", r"\boxed{9^{9^{9^{9}}}}", "3")
             assert (await workers.score(tower)).reason in ("timeout", "memory")
-            assert await workers.score(RewardRequest("t", "3", "3")) == Scored(1.0, True)
+            assert await workers.score(RewardRequest("t", "3", "3")) == Scored(1.0, True, said="3")
             assert workers.replaced == 1
 
     asyncio.run(scene())

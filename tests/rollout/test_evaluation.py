@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from scene import Scene, rollout
 
+from slimerl.engine.protocol import SamplingParams
 from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.rewards.outcome import Failed, RewardRequest, Scored, Unparsable
-from slimerl.rollout.evaluation import EvaluationError
+from slimerl.rollout.evaluation import EvaluationError, HeldOutSet
+from slimerl.rollout.prompts import Prompt
 from slimerl.samples.messages import EvaluateReply, EvaluateRequest
 
 Play = Callable[[Scene], Coroutine[Any, Any, None]]
@@ -150,3 +152,87 @@ def test_an_evaluation_in_which_everything_fails_is_no_accuracy_of_0():
             await evaluate(made)
 
     play(scene)
+
+
+VOTES = HeldOutSet("votes", [Prompt("v", (30,), "7"), Prompt("w", (31,), "8")], SamplingParams(8, 0.7), 4, (1, 2), (3,))
+
+
+def of_sets(*said: str | None) -> Callable[[RewardRequest], Any]:
+    """What each of a set's answers to a prompt says; "right" is right, None cannot be judged."""
+
+    def verdict(request: RewardRequest) -> Any:
+        if not request.sample_id.startswith("evaluation.votes/"):
+            return Scored(1.0, True)
+        answer = said[int(request.sample_id.rpartition("/")[2])]
+        return Failed("timeout") if answer is None else Scored(0.0, answer == "right", said=answer)
+
+    return verdict
+
+
+def test_a_set_has_its_own_sampling_and_its_statistics():
+    async def scene(made: Scene) -> None:
+        made.evaluation = replace(made.evaluation, sets=[VOTES])
+        made.reward.verdict = of_sets("right", "a", "right", "b")
+        await made.serve(0)
+        figures = (await evaluate(made)).figures
+        # of 2 answers of these 4: 5 of 6 pairs hold a right one; of 3: the right one has 2 votes, or draws with both
+        assert figures["eval/votes/pass_at_1"] == 0.5
+        assert figures["eval/votes/pass_at_2"] == pytest.approx(5 / 6)
+        assert figures["eval/votes/majority_at_3"] == pytest.approx((2 * 1 + 2 * 1 / 3) / 4)
+        assert figures["eval/votes/pass_at_1_low"] < 0.5 < figures["eval/votes/pass_at_1_high"]
+        assert (figures["eval/votes/prompts"], figures["eval/votes/failures"]) == (2, 0)
+        assert figures["eval/accuracy_low"] < 1.0 == figures["eval/accuracy_high"]
+        requests = [request for engine in made.engines for request in engine.requests]
+        own = [each["sampling_params"] for each in requests if each["rid"].startswith("evaluation.votes/")]
+        assert [each["temperature"] for each in own] == [0.7] * 8
+        assert len({each["sampling_seed"] for each in own}) == 8, "each answer has draws of its own"
+
+    play(scene)
+
+
+def test_r2_answers_that_failed_make_fewer_answers_and_none_at_all_is_an_error():
+    async def scene(made: Scene) -> None:
+        made.evaluation = replace(made.evaluation, sets=[VOTES])
+        made.reward.verdict = of_sets("right", "a", "right", None)
+        await made.serve(0)
+        figures = (await evaluate(made)).figures
+        assert figures["eval/votes/pass_at_1"] == pytest.approx(2 / 3)
+        assert figures["eval/votes/failures"] == 2
+        made.reward.verdict = of_sets("right", "a", None, None)
+        with pytest.raises(EvaluationError, match="set 'votes': no prompt has 3 judged answers for majority@3"):
+            await evaluate(made)
+        made.reward.verdict = of_sets("right", "", "", "")
+        with pytest.raises(EvaluationError, match="answer_not_told"):
+            await evaluate(made)
+
+    play(scene)
+
+
+def test_an_evaluation_that_was_begun_is_not_done_again():
+    async def scene(made: Scene) -> None:
+        await made.serve(0)
+        request = EvaluateRequest(3, 10.0)
+        made.service.begin_evaluation(request)
+        made.service.begin_evaluation(request)
+        reply = await made.service.evaluate(request)
+        assert (reply.version, reply.prompts) == (0, 6)
+        asked = [each["rid"] for engine in made.engines for each in engine.requests]
+        assert sum(rid.startswith("evaluation/") for rid in asked) == 6
+
+    play(scene)
+
+
+def test_a_version_that_comes_before_a_begun_evaluation_has_ended_is_told():
+    async def scene(made: Scene) -> None:
+        await made.serve(0)
+        await made.batch(0)
+        await made.settled()
+        made.engines[0].open.clear()
+        made.service.begin_evaluation(EvaluateRequest(0, 10.0))
+        await made.engines[0].running_requests(2)
+        made.engines[0].open.set()
+        await made.serve(1)
+        with pytest.raises(EvaluationError, match="version 1 was released while version 0 was evaluated"):
+            await made.service.evaluate(EvaluateRequest(0, 10.0))
+
+    play(scene, engines=1, capacity=2)

@@ -303,3 +303,39 @@ def test_a5_the_role_ends_with_its_parent_and_its_workers_with_it(files):
     parent.kill()
     parent.wait(10)
     Deadline("the role to end with its parent", 10).wait_until(lambda: gone(family))
+
+
+def test_a2_a_killed_role_that_is_started_again_hands_out_the_same_batch_and_goes_on(files, start):
+    """Fault: SIGKILL after step 2 was handed out and before it was trained."""
+    role = start(files.write())
+    handed: list[Any] = []
+
+    async def take(client: RolloutClient) -> list[Any]:
+        manifest = await asyncio.to_thread(client.next_batch, 2, 20.0)
+        ids = [sample.sample_id for sample in manifest.samples]
+        return [manifest.batch_id, manifest.samples, await asyncio.to_thread(client.fetch, ids)]
+
+    async def before(client: RolloutClient, engines: list[FakeEngine]) -> None:
+        await sync(client, engines, 0)
+        await train_step(client, 1)
+        await sync(client, engines, 1)
+        handed.extend(await take(client))
+        role.process.kill()
+
+    async def after(client: RolloutClient, engines: list[FakeEngine]) -> None:
+        status = await asyncio.to_thread(client.status)
+        assert (status.trained, status.buffered) == (GROUPS * SIZE, GROUPS * SIZE)
+        await sync(client, engines, 1)
+        assert await take(client) == handed
+        await asyncio.to_thread(client.trained, "step-2", 2)
+        with pytest.raises(ServiceFailed, match=r"409: .*step-2 was trained already"):
+            await asyncio.to_thread(client.next_batch, 2, 1.0)
+        await sync(client, engines, 2)
+        await train_step(client, 3)
+        status = await asyncio.to_thread(client.status)
+        assert status.admitted == status.trained + sum(status.dropped.values()) == GROUPS * SIZE * STEPS
+
+    with_engines(files, before)
+    role.process.wait(10)
+    start(files.write())
+    with_engines(files, after)

@@ -56,7 +56,7 @@ def test_staleness_is_counted_by_token_and_not_by_sample():
     long.append([5, 6], [-0.1] * 2, version=2)
     long.append([7, 7, 7, 7])  # a tool's: no policy's
     long.append([8], [-0.1], version=4)
-    assert token_staleness([short, long], version=4) == {
+    assert token_staleness([short.payload(), long.payload()], version=4) == {
         "staleness/tokens_behind_0": 0.25,
         "staleness/tokens_behind_1": 0.25,
         "staleness/tokens_behind_2": 0.5,

@@ -21,7 +21,7 @@ COUNTS_AND_RATIOS = {
     *("data", "tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "tensor_parallel"),
     *("steps", "prompts_per_step", "minibatches_per_step", "samples_per_prompt", "every_steps", "keep_last"),
     *("threads", "threads_per_rank", "workers", "replicas", "max_prompts", "max_running_requests", "max_staleness"),
-    *("seed", "port", "temperature", "oversample", "top_p"),
+    *("seed", "port", "temperature", "oversample", "top_p", "pass_at", "majority_at"),
     *("expert_parallel", "data_parallel_attention", "gpus_per_node"),
     *("drafts_per_request", "log_lenience", "branches"),
     *("lr", "min_lr", "weight_decay", "beta1", "beta2", "eps", "clip_grad_norm"),

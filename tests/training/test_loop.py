@@ -142,6 +142,29 @@ def test_a_run_fetches_each_sample_once_and_syncs_after_each_step(ranks, tmp_pat
     assert "eval/accuracy" not in records[1][1]
 
 
+def test_an_evaluation_in_the_background_ends_before_its_weights_are_replaced(ranks, tmp_path):
+    tiny.write_model(tmp_path / "model", "qwen3")
+    spec = run_spec(tmp_path, ParallelSpec())
+    evaluation = spec.evaluation.model_copy(update={"background": True, "every_steps": 1})
+    spec = spec.model_copy(update={"evaluation": evaluation})
+    with ControlService(spec.run_dir, STEPS) as service:
+        [(events, records)] = ranks.run(1, run_loop, spec)
+    order = [(path, message) for path, message in service.requests if "evaluate" in path or path == "/batches/next"]
+    assert order == [
+        ("/evaluate", 0),
+        ("/batches/next", 1),
+        ("/evaluate/begin", 1),
+        ("/batches/next", 2),
+        ("/evaluate", 1),
+        ("/evaluate", 2),
+    ]
+    kinds = [each for each in events if each[0] in ("synced", "evaluate", "train")]
+    assert kinds.index(("train", 2)) < kinds.index(("evaluate", 1)) < kinds.index(("synced", 2))
+    assert [step for step, _ in records] == [0, 1, 1, 2], "its figures are a record of their own, of its step"
+    assert records[2][1] == pytest.approx({**records[2][1], "eval/accuracy": 0.25, "eval/set/pass_at_1": 0.5})
+    assert not any(name.startswith("eval/") for name in records[1][1])
+
+
 def test_all_grids_report_the_same_figures(ranks, tmp_path):
     tiny.write_model(tmp_path / "model", "qwen3")
     found = {}

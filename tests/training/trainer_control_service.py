@@ -15,6 +15,7 @@ from slimerl.samples.messages import (
     BatchManifest,
     BatchTrained,
     EvaluateReply,
+    EvaluateRequest,
     FetchRequest,
     NextBatchRequest,
     Refusal,
@@ -103,9 +104,9 @@ class ControlService:
         if path == "/batches/trained":
             self.requests.append((path, decode(body, BatchTrained)))
             return 200, b""
-        if path == "/evaluate":
-            self.requests.append((path, None))
-            return 200, encode(EvaluateReply(0, 0, 0.25, 8, 0, 5.0, 0.1))
+        if path in ("/evaluate", "/evaluate/begin"):
+            self.requests.append((path, decode(body, EvaluateRequest).step))
+            return 200, encode(EvaluateReply(0, 0, 0.25, 8, 0, 5.0, 0.1, {"eval/set/pass_at_1": 0.5}))
         return 404, encode(Refusal(f"no such path {path}"))
 
     def of(self, path: str) -> list[Any]:

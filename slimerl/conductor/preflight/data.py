@@ -25,8 +25,8 @@ def data_faults(spec: RunSpec, config: Mapping[str, Any] | None) -> list[str]:
             faults.append(str(error))
         else:
             faults += tokenizer.vocabulary_faults(config["vocab_size"])
-    for key, path in (("data.train_path", spec.data.train_path), ("data.eval_path", spec.data.eval_path)):
-        if path is not None:
+    for key, path in spec.input_paths.items():
+        if key in ("data.train_path", "data.eval_path") or key.startswith("evaluation."):
             faults += _file_faults(key, path, spec, tokenizer)
     if not faults and not spec.uses_engines and config is not None:
         faults += _response_faults(spec, config["max_position_embeddings"])

@@ -238,7 +238,7 @@ def _length_faults(spec: RunSpec, model_tokens: int) -> Iterator[str]:
             f"engine.context_tokens = {engine.context_tokens} exceeds the model's max_position_embeddings = "
             f"{model_tokens}; lower it"
         )
-    longest = spec.data.max_prompt_tokens + max(rollout.max_new_tokens, spec.evaluation.max_new_tokens or 0)
+    longest = spec.data.max_prompt_tokens + spec.evaluation.longest_new_tokens(rollout.max_new_tokens)
     if longest > engine.max_total_tokens:
         yield (
             f"engine.max_total_tokens = {engine.max_total_tokens} cannot hold one request of data.max_prompt_tokens + "

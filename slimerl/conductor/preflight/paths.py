@@ -44,6 +44,7 @@ def _inputs(spec: RunSpec) -> Iterator[tuple[str, Path]]:
         "data.eval_path": spec.data.eval_path,
     }
     yield from ((key, path) for key, path in named.items() if path is not None)
+    yield from ((key, path) for key, path in spec.input_paths.items() if key.startswith("evaluation."))
     for where, reward in single_rewards(spec.reward) if spec.uses_engines else ():
         if isinstance(reward, JudgeReward):
             yield f"{where}.rubric_path", reward.rubric_path

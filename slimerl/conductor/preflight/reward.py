@@ -33,7 +33,7 @@ def reward_faults(spec: RunSpec) -> list[str]:
     for where, reward in single_rewards(spec.reward):
         faults += [f"{where}.{fault}" for fault in _faults(reward)]
     if any(isinstance(reward, CodeReward) for _, reward in single_rewards(spec.reward)):
-        for path in (spec.data.train_path, spec.data.eval_path):
+        for path in (spec.data.train_path, spec.data.eval_path, *(one.path for one in spec.evaluation.sets)):
             if path is not None and path.is_file():
                 faults += _test_faults(path)
     return faults

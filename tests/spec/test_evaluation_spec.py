@@ -1,0 +1,69 @@
+"""Held-out sets in a spec: what is not set is as in `evaluation`, and what cannot be told is refused."""
+
+import pytest
+
+from slimerl.conductor.preflight.data import data_faults
+from slimerl.spec.load import SpecError, spec_from_tree
+from slimerl.spec.schema import RunSpec
+
+SET = {"name": "aime", "path": "aime.jsonl", "samples_per_prompt": 8, "temperature": 0.6, "pass_at": [1, 8]}
+
+
+def spec_of(evaluation: dict, **sections: dict) -> RunSpec:
+    tree = {
+        "name": "run",
+        "model": {"path": "model"},
+        "data": {"train_path": "train.jsonl"},
+        "training": {"steps": 2, "prompts_per_step": 8},
+        "evaluation": evaluation,
+    }
+    return spec_from_tree(tree | sections, "spec")
+
+
+def test_a_set_takes_from_the_section_what_it_does_not_set():
+    spec = spec_of({"sets": [SET, {"name": "plain", "path": "p.jsonl"}], "max_new_tokens": 32, "temperature": 0.1})
+    aime, plain = spec.evaluation.sets
+    assert [spec.evaluation.temperature_of(one) for one in (aime, plain)] == [0.6, 0.1]
+    assert spec.evaluation.new_tokens_of(plain, 256) == 32
+    assert spec.evaluates
+    assert spec.input_paths["evaluation.sets.0.path"].name == "aime.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ({"sets": [SET | {"pass_at": [16]}]}, r"pass_at = \[16\] of set 'aime' asks for more answers than .* = 8"),
+        ({"sets": [SET | {"majority_at": [9]}]}, "raise that, or lower majority_at"),
+        ({"sets": [SET | {"temperature": 0.0}]}, "all 8 answers of set 'aime' to a prompt would be the same"),
+        ({"sets": [SET, SET]}, "two sets of evaluation.sets are called 'aime'"),
+        ({"sets": [SET | {"pth": "x"}]}, "unknown key 'evaluation.sets.0.pth'; did you mean 'evaluation.sets.path'"),
+        ({"sets": [SET | {"max_new_tokens": 4000}]}, r"max_new_tokens .* = 5024 exceeds engine.context_tokens"),
+        ({"background": True}, "there is nothing to evaluate; set data.eval_path or evaluation.sets"),
+        ({"background": True, "sets": [SET]}, "set cluster.placement: disaggregated, or drop it"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(evaluation, message):
+    with pytest.raises(SpecError, match=message):
+        spec_of(evaluation)
+
+
+def test_majorities_need_a_reward_that_tells_answers():
+    voting = {"sets": [SET | {"majority_at": [8]}]}
+    assert spec_of(voting, reward={"kind": "math"}).evaluation.sets[0].majority_at == (8,)
+    with pytest.raises(SpecError, match="this reward does not tell: use"):
+        spec_of(voting, reward={"kind": "http", "url": "http://127.0.0.1:1/score"})
+
+
+def test_sets_are_answered_by_engines():
+    with pytest.raises(SpecError, match="this algorithm has none; name one file"):
+        spec_of({"sets": [SET]}, algorithm={"name": "sft"})
+
+
+def test_a_set_whose_file_is_not_there_is_refused_before_the_start(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"id": "a", "prompt": "1=", "answer": "1"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"id": "a", "prompt": "1="}\n')
+    sets = [SET | {"path": str(tmp_path / "none.jsonl")}, SET | {"name": "b", "path": str(tmp_path / "bad.jsonl")}]
+    spec = spec_of({"sets": sets}, data={"train_path": str(tmp_path / "train.jsonl")})
+    missing, bad = data_faults(spec, None)
+    assert missing.startswith(f"evaluation.sets.0.path: {tmp_path / 'none.jsonl'} does not exist")
+    assert bad.endswith("bad.jsonl:1: 'answer' is missing")
