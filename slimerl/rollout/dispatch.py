@@ -62,8 +62,7 @@ class GenerateRequest:
     """Of the sample that it is for, by which the order of those that wait is made. Whoever gives it goes on from what
     an aborted request has: it may be taken back from its engine."""
     told: Told | None = None
-    """Reads along. What was told is the beginning of what comes of the request; whoever gives it goes on from what an
-    aborted request has: a try that fails behind it ends so."""
+    """Reads along; what comes of the request begins with what was told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,7 @@ class Dispatcher:
         session = request.session or request.request_id
         expected = request.expected_new_tokens or request.params.max_new_tokens
         failures, lost = 0, 0
-        sent = False
+        sent, live = False, self._live(request)
         while True:
             query = Query(session, request.group, request.tokens, expected, avoid)
             slot = await self._acquire(query, request, urgent)
@@ -147,9 +146,10 @@ class Dispatcher:
                 if not sent:
                     started()
                     sent = True
-                generation = await self._try(slot, request)
+                generation = await self._try(slot, request, live)
                 generated = len(generation.tokens)
-                return Completion(generation, slot.engine_id, failures + lost + 1)
+                whole = live.whole(generation) if live is not None else generation
+                return Completion(whole, slot.engine_id, failures + lost + 1)
             except _TakenBack:
                 logger.info("%s waited on %s for want of KV, and goes to another", request.request_id, slot.engine_id)
             except TryFailed as failure:
@@ -159,6 +159,7 @@ class Dispatcher:
                 if not failure.again or failures == MAX_TRIES:
                     raise GenerationFailed(request.request_id, failure.reason, str(failure)) from failure
                 logger.warning("%s failed on %s, tried again: %s", request.request_id, slot.engine_id, failure)
+                request = live.rest(request) if live is not None else request
                 if not by_request:
                     continue
             finally:
@@ -278,13 +279,14 @@ class Dispatcher:
 
     # --- one try
 
-    async def _try(self, slot: Reservation, request: GenerateRequest) -> Generation:
+    async def _try(self, slot: Reservation, request: GenerateRequest, live: LiveTokens | None) -> Generation:
         version = self.router.version
         self._sent += 1
         # never the name of an earlier try, which an engine may still know
         name = f"{request.request_id}#{self._sent}"
         asked = self._migration.sent(slot, name, divisible=request.progress is not None)
-        live = self._live(request, version)
+        if live is not None:
+            live.begin(version)
         try:
             generation = await self._unless_lost(slot.engine_id, self._ask(slot.engine_id, request, name, live))
             await self._until_proven(generation, slot.engine_id)
@@ -296,11 +298,10 @@ class Dispatcher:
             if failure.reason == "wrong_version":
                 logger.error("engine %s is quarantined: %s", slot.engine_id, failure)
                 self.router.quarantine(slot.engine_id, str(failure))
-            kept = live.kept() if live is not None and failure.again else None
-            if kept is None:
+            ended = live.ended(request.params) if live is not None and failure.again else None
+            if ended is None:
                 raise
-            logger.warning("%s goes on after %d tokens: %s", request.request_id, len(kept.tokens), failure)
-            return kept
+            return ended
         finally:
             self._migration.ended(slot)
         self._failures.pop(slot.engine_id, None)
@@ -309,12 +310,11 @@ class Dispatcher:
             raise _TakenBack
         return generation
 
-    def _live(self, request: GenerateRequest, version: int) -> LiveTokens | None:
-        """`version`: served when it was sent."""
+    def _live(self, request: GenerateRequest) -> LiveTokens | None:
         return request.told and LiveTokens(
             request.told,
             lambda new: not self._is_ahead(new),
-            lambda new: check_versions(new, range(version, self.router.version + 1)),
+            lambda new, since: check_versions(new, range(since, self.router.version + 1)),
         )
 
     def _is_ahead(self, generation: Generation) -> bool:

@@ -251,31 +251,37 @@ class FakeEngine:
                     break
             versions.append(self.version)
             ended = finish if told + 1 == len(tokens) else None
-            event = self._event(body, tokens[: told + 1], versions, ended)
-            if not self.cumulative:
-                event["output_ids"] = event["output_ids"][-1:]
-                event["meta_info"]["output_token_logprobs"] = event["meta_info"]["output_token_logprobs"][-1:]
-            await tell(event)
+            await tell(self._event(body, tokens[: told + 1], versions, ended, 0 if self.cumulative else told))
         if not tokens:
             await tell(self._event(body, [], [], finish))
         await stream.write(b"data: [DONE]\n\n")
         return stream
 
     def _event(
-        self, body: dict[str, Any], tokens: list[int], versions: list[str], finish: dict[str, Any] | None
+        self,
+        body: dict[str, Any],
+        tokens: list[int],
+        versions: list[str],
+        finish: dict[str, Any] | None,
+        start: int = 0,
     ) -> dict[str, Any]:
-        spans = [{"version": version, "start": at, "end": at + 1} for at, version in enumerate(versions)]
+        """Of so many tokens; those from `start` on are listed."""
+        places = [at for at in range(len(versions)) if not at or versions[at] != versions[at - 1]]
+        spans = [
+            {"version": versions[at], "start": at, "end": end}
+            for at, end in zip(places, [*places[1:], len(versions)], strict=True)
+        ]
         meta = {
             "id": body["rid"],
             "finish_reason": finish,
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(tokens),
-            "output_token_logprobs": [[-0.5 - token / 1000, token, None] for token in tokens],
+            "output_token_logprobs": [[-0.5 - token / 1000, token, None] for token in tokens[start:]],
             "weight_version": self.version,
             "weight_versions": spans,
             **self.extra_meta,
         }
-        return {"text": "", "output_ids": tokens, "meta_info": meta}
+        return {"text": "", "output_ids": tokens[start:], "meta_info": meta}
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await request.json()
