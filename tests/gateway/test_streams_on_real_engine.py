@@ -5,8 +5,8 @@ from typing import Any
 
 from engine_fixtures import Engines
 from gateway_scene import Front, play
+from scene import serve_the_same_weights
 
-from slimerl.engine.fleet import EngineFleet
 from slimerl.samples.messages import HoldRequest, ReleaseRequest
 
 TOKENS = 300
@@ -21,16 +21,7 @@ def test_m6_a_stream_over_updates_in_every_mode_is_the_reply_in_one_piece(engine
     async def update(front: Front, version: int, mode: Any) -> None:
         front.scene.weights.on_update = mode
         lease = await front.scene.weights.hold(HoldRequest(version, 60.0))
-
-        def written() -> None:
-            with EngineFleet(lease.engines, 60.0, lease.pause) as fleet:
-                fleet.pause()
-                fleet.begin_weight_update()
-                fleet.end_weight_update(version)
-                fleet.flush_cache()
-                fleet.continue_generation()
-
-        await asyncio.to_thread(written)
+        await asyncio.to_thread(serve_the_same_weights, lease, version)
         front.scene.weights.release(ReleaseRequest(lease.lease_id, version, [engine_id]))
 
     async def act(front: Front) -> None:
