@@ -58,7 +58,8 @@ async def converse(client: openai.AsyncOpenAI, task: dict[str, Any]) -> str:
 
 async def read_reply(client: openai.AsyncOpenAI, messages: Sequence[Any]) -> dict[str, Any]:
     """One turn, read while it is written: text, and calls in pieces."""
-    text, calls = "", {}
+    text = ""
+    calls: dict[int, dict[str, str]] = {}
     stream = await client.chat.completions.create(model="policy", messages=list(messages), tools=TOOLS, stream=True)
     async for chunk in stream:
         for choice in chunk.choices:
@@ -107,12 +108,17 @@ class Tally:
     def add(self, right: bool) -> None:
         self.right.append(right)
         if len(self.right) % SHOWN == 0:
-            print(f"{self.kind}: {len(self.right)} done, of the last {SHOWN} {part(self.right[-SHOWN:])} right", flush=True)
+            print(
+                f"{self.kind}: {len(self.right)} done, of the last {SHOWN} {part(self.right[-SHOWN:])} right",
+                flush=True,
+            )
 
     def tell(self) -> None:
         count = min(SHOWN, len(self.right))
         first, last = self.right[:count], self.right[len(self.right) - count :]
-        print(f"{self.kind}: {len(self.right)} done; right of the first {count}: {part(first)}, of the last: {part(last)}")
+        print(
+            f"{self.kind}: {len(self.right)} done; right of the first {count}: {part(first)}, of the last: {part(last)}"
+        )
 
 
 def part(right: Sequence[bool]) -> str:

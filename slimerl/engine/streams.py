@@ -90,9 +90,8 @@ class StreamedAnswer:
             raise ProtocolError(f"an event that is none of an answer: {str(event)[:300]}")
         new = self._new(event, meta)
         finish = meta.get("finish_reason")
-        status = finish.get("status_code") if isinstance(finish, dict) and _reason(meta) == "abort" else None
-        if isinstance(status, int) and status >= 400:
-            raise StreamRefused(status, str(finish.get("message")))
+        if isinstance(finish, dict) and _reason(meta) == "abort" and (finish.get("status_code") or 0) >= 400:
+            raise StreamRefused(finish["status_code"], str(finish.get("message")))
         self.tokens += new.tokens
         self._logprobs += new.logprobs
         self._versions += new.versions

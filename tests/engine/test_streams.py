@@ -1,6 +1,7 @@
 """A streamed answer against the same answer in one piece, however the server and the network cut it."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def body(events: list[dict[str, Any]], newline: str = "\n") -> bytes:
 def read(data: bytes, cuts: list[int], told: list[Generation]) -> Generation:
     answer = StreamedAnswer(told.append)
     places = sorted({0, *(cut for cut in cuts if cut < len(data)), len(data)})
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in pairwise(places):
         answer.feed(data[start:end])
     return answer.generation()
 

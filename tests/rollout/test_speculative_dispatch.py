@@ -256,7 +256,9 @@ def test_who_reads_along_is_told_what_comes_of_the_request_drafts_and_all(tier: 
                 told: list[Generation] = []
                 asked = replace(request(1, number), told=told.append)
                 whole = (await made.dispatcher.generate(asked)).generation
-                assert [token for new in told for token in new.tokens] == whole.tokens[: sum(len(n.tokens) for n in told)]
+                assert [token for new in told for token in new.tokens] == whole.tokens[
+                    : sum(len(n.tokens) for n in told)
+                ]
                 heard = [(t, p) for new in told for t, p in zip(new.tokens, new.logprobs, strict=True)]
                 assert heard == list(zip(whole.tokens, whole.logprobs, strict=True))
                 engine_told += any(len(new.tokens) == 1 for new in told)
