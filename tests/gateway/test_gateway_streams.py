@@ -162,6 +162,7 @@ def test_a4_a_stream_goes_on_over_new_weights(mode):
         assert tokens == [*ids(WORDS), END]
         assert logprobs == [-0.5 - token / 1000 for token in tokens]
         assert versions == [0] * 5 + [1] * (len(tokens) - 5)
+        assert len(engine.requests) == (2 if mode == "abort" else 1)
         await scene.until(front.idle)
 
     play(act, engines=1, answer=in_parts, on_update=mode)
