@@ -74,7 +74,7 @@ def test_an_abort_that_tells_the_last_id_again_does_not_double_it():
     aborted = event(3, 0, {"type": "abort", "message": "Aborted"}, 0)
     for events in (
         [event(2, 0, None, 0), event(3, 2, None, 0), {**aborted, "output_ids": TOKENS[2:3]}],
-        [event(2, 0, None, 0), {**aborted, "output_ids": [TOKENS[2], TOKENS[2]]}],
+        [event(1, 0, None, 0), {**aborted, "output_ids": [TOKENS[1], TOKENS[2], TOKENS[2]]}],
     ):
         told: list[Generation] = []
         found = read(body(events), [], told)
