@@ -6,6 +6,7 @@ stands there.
 """
 
 import asyncio
+import struct
 import time
 from array import array
 from collections.abc import Callable
@@ -108,7 +109,7 @@ class Desk:
         if not prompt:
             raise refused("the prompt is empty", "prompt")
         session, task = self._session(name)
-        ids = array("i") if isinstance(prompt, str) else array("i", prompt)
+        ids = array("i") if isinstance(prompt, str) else _packed(prompt)
         flat: str | bytes = prompt if isinstance(prompt, str) else ids.tobytes()
         parent, covered = session.match_flat(flat)
         if isinstance(prompt, str):
@@ -123,7 +124,8 @@ class Desk:
             else:
                 session.tell_flat(turn, flat + turn.tokens.tobytes())
 
-        return Order(Place(session, task, parent, observed, b""), answer, shape, tell)
+        context = None if isinstance(prompt, str) else tuple(prompt)
+        return Order(Place(session, task, parent, observed, b"", context), answer, shape, tell)
 
     async def fill(self, order: Order, told: Told) -> str:
         """Have an order sampled and recorded; the text that `told` has not had.
@@ -163,3 +165,10 @@ class Desk:
         if len(text) < LONG_TEXT:
             return array("i", self.text.encode(text, special))
         return array("i", await asyncio.to_thread(self.text.encode, text, special))
+
+
+def _packed(ids: list[int]) -> "array[int]":
+    """In less than half of the time that `array` takes for a list."""
+    packed = array("i")
+    packed.frombytes(struct.pack(f"{len(ids)}i", *ids))
+    return packed

@@ -8,10 +8,11 @@ is answered, but not recorded. `POST /v1/sessions` gives a task: one sample of t
 `POST /v1/sessions/SESSION/finish` ends it. This module translates; what is decided is decided in the parts it holds.
 """
 
+import asyncio
 import hmac
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from slimerl.rollout.gateway.answers import DONE, Answer, encode, event
 from slimerl.rollout.gateway.desk import Desk, Order
 from slimerl.rollout.gateway.errors import ApiError, api_error
 from slimerl.rollout.gateway.external import Task
+from slimerl.rollout.gateway.hot_path import HotPath
 from slimerl.rollout.gateway.requests import (
     ChatBody,
     CompletionBody,
@@ -175,44 +177,82 @@ class Gateway:
         await stream.write_eof()
         return stream
 
+    # --- without the framework
+
+    def at_once(self, authorization: str, session: str, data: bytes) -> Coroutine[Any, Any, tuple[int, bytes]] | None:
+        """What `_generate` and its guard do, for `hot_path`: status and body; None: the answer would be a stream."""
+        try:
+            key, _, named = _credentials(authorization).partition(":")
+            self._admit(key)
+            name = _checked_name(session or named)
+            body = read_body(data, GenerateBody)
+        except ApiError as error:
+            return self._refused(error)
+        return None if body.stream else self._whole(name, body)
+
+    async def _whole(self, name: str, body: GenerateBody) -> tuple[int, bytes]:
+        try:
+            order = await self.desk.generate(name, body)
+            self.open_requests += 1
+            self.counts["requests"] += 1
+            try:
+                await self.desk.fill(order, _nobody)
+                return 200, encode(order.shape.whole(order.answer))
+            finally:
+                self.open_requests -= 1
+        except Exception as error:
+            return self._told(self._failure(error, "/generate"))
+        except asyncio.CancelledError:
+            self.counts["disconnected"] += 1
+            raise
+
+    async def _refused(self, error: ApiError) -> tuple[int, bytes]:
+        return self._told(error)
+
+    def _told(self, error: ApiError) -> tuple[int, bytes]:
+        self.counts[f"errors_{error.name}"] += 1
+        return error.status, encode(error.body())
+
     # --- who asks
 
     def _session(self, request: web.Request) -> str:
         """Name of the request's session; empty: none. Raises ApiError."""
-        name = request.headers.get(SESSION_HEADER) or _bearer(request).partition(":")[2]
-        if len(name) > MAX_NAME:
-            raise ApiError(400, "invalid_session", f"a session's name has at most {MAX_NAME} characters")
-        return name
+        return _checked_name(request.headers.get(SESSION_HEADER) or _bearer(request).partition(":")[2])
+
+    def _admit(self, key: str) -> None:
+        """Raises ApiError."""
+        if not hmac.compare_digest(key.encode(), self.key.encode()):
+            raise ApiError(401, "invalid_api_key", "the key is missing or wrong; it stands in the run's gateway.json")
+        if self.stopping:
+            raise ApiError(503, "shutting_down", "the run is ending")
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The key first; then every error takes OpenAI's shape, and is counted under its name."""
-        if request.path != "/health":
-            given = _bearer(request).partition(":")[0]
-            if not hmac.compare_digest(given.encode(), self.key.encode()):
-                return self._failed(
-                    ApiError(401, "invalid_api_key", "the key is missing or wrong; it stands in the run's gateway.json")
-                )
-            if self.stopping:
-                return self._failed(ApiError(503, "shutting_down", "the run is ending"))
         try:
+            if request.path != "/health":
+                self._admit(_bearer(request).partition(":")[0])
             return await handler(request)
         except web.HTTPException as error:
             name = "unknown_path" if error.status in (404, 405) else "refused"
             return self._failed(ApiError(error.status, name, f"{request.method} {request.path}: {error}"))
-        except ConnectionError:
-            self.counts["disconnected"] += 1
-            raise
         except Exception as error:
-            failure = api_error(error)
-            if failure is None:
-                logger.error("%s: an unexpected error", request.path, exc_info=error)
-                failure = ApiError(500, "internal_error", f"{type(error).__name__}: see the log of the rollout role")
-            return self._failed(failure)
+            return self._failed(self._failure(error, request.path))
         except BaseException:
             # cancelled: the client has gone
             self.counts["disconnected"] += 1
             raise
+
+    def _failure(self, error: Exception, path: str) -> ApiError:
+        """What the client is told; raises `error` where there is none any more."""
+        if isinstance(error, ConnectionError):
+            self.counts["disconnected"] += 1
+            raise error
+        failure = api_error(error)
+        if failure is None:
+            logger.error("%s: an unexpected error", path, exc_info=error)
+            failure = ApiError(500, "internal_error", f"{type(error).__name__}: see the log of the rollout role")
+        return failure
 
     def _failed(self, error: ApiError) -> web.Response:
         self.counts[f"errors_{error.name}"] += 1
@@ -220,8 +260,19 @@ class Gateway:
 
 
 def _bearer(request: web.Request) -> str:
-    kind, _, value = request.headers.get("Authorization", "").partition(" ")
+    return _credentials(request.headers.get("Authorization", ""))
+
+
+def _credentials(authorization: str) -> str:
+    kind, _, value = authorization.partition(" ")
     return value.strip() if kind.lower() == "bearer" else ""
+
+
+def _checked_name(session: str) -> str:
+    """Raises ApiError."""
+    if len(session) > MAX_NAME:
+        raise ApiError(400, "invalid_session", f"a session's name has at most {MAX_NAME} characters")
+    return session
 
 
 async def _nobody(_: Answer) -> None:
@@ -240,9 +291,16 @@ async def listening(gateway: Gateway, host: str, port: int, grace_s: float) -> A
     """
     runner = web.AppRunner(gateway.application(), access_log=None, shutdown_timeout=grace_s, handler_cancellation=True)
     await runner.setup()
+    if runner.server is None:
+        raise RuntimeError("aiohttp's runner has no server after its setup")
+    hot = HotPath(gateway.at_once, runner.server, MAX_REQUEST_BYTES)
     try:
-        await web.TCPSite(runner, host, port, backlog=4096).start()
-        yield f"http://{host}:{runner.addresses[0][1]}"
+        server = await asyncio.get_running_loop().create_server(hot.connection, host, port, backlog=4096)
+        try:
+            yield f"http://{host}:{server.sockets[0].getsockname()[1]}"
+        finally:
+            gateway.stopping = True
+            server.close()
     finally:
         gateway.stopping = True
-        await runner.cleanup()
+        await asyncio.gather(hot.close(grace_s), runner.cleanup())
