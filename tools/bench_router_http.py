@@ -323,10 +323,10 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--time-scale", type=float, default=0.02)
     parser.add_argument("--ids", action="store_true", help="send input_ids; text otherwise, which the peers route by")
-    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--only", nargs="*", default=[""], help="rows whose name contains one of these")
     options = parser.parse_args()
     shape = next(one for one in ROUTING_SHAPES if one.name == options.shape)
-    return judged(goals(compare(options, shape, options.concurrency, [options.only])))
+    return judged(goals(compare(options, shape, options.concurrency, options.only)))
 
 
 def compare(options: argparse.Namespace, shape: Shape, concurrencies: Sequence[int], only: Sequence[str]) -> list[Row]:
