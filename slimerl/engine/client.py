@@ -8,13 +8,13 @@ that holds the sample knows better whether to try again, and where.
 import asyncio
 import base64
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from slimerl.engine.connections import ConnectionLost, Connections
+from slimerl.engine.connections import ConnectionLost, Connections, Take
 from slimerl.engine.protocol import (
     LOADER,
     Endpoint,
@@ -28,6 +28,7 @@ from slimerl.engine.protocol import (
     read_generation,
     read_version,
 )
+from slimerl.engine.streams import StreamedAnswer, StreamRefused
 
 _KEEP_ALIVE_S = 2.0
 """Below the server's 5 s: it must never close a connection that a request is just being written to."""
@@ -93,12 +94,15 @@ class EngineClient:
         request_id: str | None = None,
         timeout_s: float | None = None,
         extra: Mapping[str, Any] | None = None,
+        told: Callable[[Generation], None] | None = None,
     ) -> Generation:
         """Generate from token ids.
 
         Args:
             request_id: unique among the running requests; default: a random one.
             extra: further fields of SGLang's /generate, as they stand.
+            told: given the tokens that are new as the server makes them. What it raises ends the request, there too,
+                and is raised.
 
         Raises:
             EngineError: among them EngineTimeout; the request has then been aborted on the server too.
@@ -106,6 +110,8 @@ class EngineClient:
         """
         request_id = request_id or uuid.uuid4().hex
         body = generate_body(input_ids, params, request_id, extra or {})
+        if told is not None:
+            return await self._stream({**body, "stream": True}, told, timeout_s)
         try:
             answer = await self._post(Endpoint.GENERATE, body, timeout_s)
         except (EngineTimeout, asyncio.CancelledError):
@@ -115,6 +121,27 @@ class EngineClient:
             return read_generation(answer)
         except ProtocolError as error:
             raise EngineError(self.engine_id, Endpoint.GENERATE, str(error)) from error
+
+    async def _stream(
+        self, body: dict[str, Any], told: Callable[[Generation], None], timeout_s: float | None
+    ) -> Generation:
+        streamed = StreamedAnswer(told)
+        try:
+            whole = await self._call("POST", Endpoint.GENERATE, body, timeout_s, streamed.feed)
+            if whole is None:
+                return streamed.generation()
+            generation = read_generation(whole)  # from a server that does not stream
+            told(generation)
+            return generation
+        except StreamRefused as error:
+            raise EngineRefused(self.engine_id, Endpoint.GENERATE, error.status, str(error)) from error
+        except (EngineRefused, EngineUnreachable):
+            raise
+        except BaseException as error:
+            await self._abort_abandoned(body["rid"])
+            if isinstance(error, ProtocolError):
+                raise EngineError(self.engine_id, Endpoint.GENERATE, str(error)) from error
+            raise
 
     async def _abort_abandoned(self, request_id: str) -> None:
         """The server notices a lost client late; until then it would compute for nobody."""
@@ -241,12 +268,14 @@ class EngineClient:
     async def _get(self, endpoint: Endpoint, timeout_s: float | None) -> Any:
         return await self._call("GET", endpoint, None, timeout_s)
 
-    async def _call(self, method: str, endpoint: Endpoint, body: dict | None, timeout_s: float | None) -> Any:
+    async def _call(
+        self, method: str, endpoint: Endpoint, body: dict | None, timeout_s: float | None, take: Take | None = None
+    ) -> Any:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         data = None if body is None else msgspec.json.encode(body)
         try:
             async with asyncio.timeout(limit_s):
-                status, content = await self._connections.request(method, endpoint, data)
+                status, content = await self._connections.request(method, endpoint, data, take)
         except TimeoutError:
             raise EngineTimeout(
                 self.engine_id,

@@ -1,7 +1,7 @@
 """HTTP/1.1 to one server over connections that are kept: what the client of an engine needs, and no more.
 
-Flows in: a method, a path, a body. Flows out: a status and a body, or `ConnectionLost`. The client of aiohttp can do
-much else, and takes more CPU time than all that the rollout role does for a request.
+Flows in: a method, a path, a body. Flows out: a status and a body, whole or as it comes, or `ConnectionLost`. The
+client of aiohttp can do much else, and takes more CPU time than all that the rollout role does for a request.
 Invariants: a connection has one request at a time; one whose request was cancelled, or whose answer was not read to its
 end, is never used again; nor is one that has idled so long that the server may be closing it.
 """
@@ -9,12 +9,15 @@ end, is never used again; nor is one that has idled so long that the server may 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import cast
 from urllib.parse import urlsplit
 
 MAX_HEAD_BYTES = 64 * 2**10
+
+Take = Callable[[bytes], None]
+"""Given pieces of a body as they come."""
 
 
 class ConnectionLost(ConnectionError):
@@ -41,8 +44,14 @@ class Connections:
         """The one that was used last comes last."""
         self._open: set[_Connection] = set()
 
-    async def request(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+    async def request(
+        self, method: str, path: str, body: bytes | None, take: Take | None = None
+    ) -> tuple[int, bytes]:
         """Status and body of the answer.
+
+        Args:
+            take: given the body chunk by chunk, where it comes in chunks and with status 200; the body that is returned
+                is empty then. What it raises ends the request, and is raised.
 
         Raises:
             ConnectionLost: see there; whether the request has had an effect is not known.
@@ -51,7 +60,7 @@ class Connections:
         head = f"{method} {path} HTTP/1.1\r\n{self._head}\r\nContent-Length: {len(data)}\r\n\r\n".encode("latin-1")
         connection = self._kept() or await self._connected()
         try:
-            answer = await connection.ask(head + data)
+            answer = await connection.ask(head + data, take)
         except BaseException:
             connection.abort()
             raise
@@ -104,12 +113,13 @@ class _Connection(asyncio.Protocol):
         """Bytes of the body; None: it is chunked, or ends with the connection."""
         self._chunked = False
         self._chunks: list[bytes] = []
+        self._take: Take | None = None
 
-    async def ask(self, request: bytes) -> tuple[int, bytes]:
+    async def ask(self, request: bytes, take: Take | None) -> tuple[int, bytes]:
         if self._transport is None or self._transport.is_closing():
             raise ConnectionLost("the server closed the connection")
         self._answer = asyncio.get_running_loop().create_future()
-        self._status = 0
+        self._status, self._take = 0, take
         self._transport.write(request)
         return await self._answer
 
@@ -185,8 +195,20 @@ class _Connection(asyncio.Protocol):
             if size == 0:
                 self._finish(b"".join(self._chunks), end + 2)
                 return
-            self._chunks.append(bytes(self._data[begin:end]))
+            chunk = bytes(self._data[begin:end])
             del self._data[: end + 2]
+            if self._take is None or self._status != 200:
+                self._chunks.append(chunk)
+            elif not self._passed_on(self._take, chunk):
+                return
+
+    def _passed_on(self, take: Take, chunk: bytes) -> bool:
+        try:
+            take(chunk)
+        except Exception as error:
+            self._end_with(error)
+            return False
+        return True
 
     def _finish(self, body: bytes, used: int | None = None) -> None:
         if used is not None:
@@ -197,8 +219,11 @@ class _Connection(asyncio.Protocol):
             self._answer.set_result((self._status, body))
 
     def _fail(self, why: str) -> None:
+        self._end_with(ConnectionLost(why))
+
+    def _end_with(self, error: Exception) -> None:
         self.reusable = False
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ConnectionLost(why))
+            self._answer.set_exception(error)
         with suppress(OSError):
             self.abort()

@@ -99,6 +99,8 @@ def server_arguments(spec: RunSpec, index: int, device: Device, port: int, place
         # SGLang's own warm-up starts with sleeping; `wait_until_healthy` does what is left of it.
         "--skip-server-warmup",
         "--sleep-on-idle",
+        # Events of a stream hold what is new, not every time all that there is.
+        "--incremental-streaming-output",
     ]
     if device is Device.CUDA:
         # Kernels whose result for a request does not depend on the batch around it, and sampling keyed by

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,10 +21,12 @@ from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.rollout.engines import Engines
 from slimerl.rollout.lanes import Lanes, Waiter
+from slimerl.rollout.live import LiveTokens, Told
 from slimerl.rollout.load_figures import LoadFigures
 from slimerl.rollout.migration import Migration
 from slimerl.rollout.order import LengthOrder, Progress
 from slimerl.rollout.router import Query, Reservation, Router
+from slimerl.rollout.tries import TryFailed, check_answer, check_versions
 from slimerl.samples.messages import EngineState
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,8 @@ class GenerateRequest:
     progress: Progress | None = None
     """Of the sample that it is for, by which the order of those that wait is made. Whoever gives it goes on from what
     an aborted request has: it may be taken back from its engine."""
+    told: Told | None = None
+    """Reads along; what comes of the request begins with what was told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +84,6 @@ class _TakenBack(Exception):
     """It is to be tried on another engine, through no fault of this one."""
 
 
-class _TryFailed(Exception):
-    """One try came to nothing. `again`: another one may succeed. `suspect`: the engine may be at fault."""
-
-    def __init__(self, reason: str, detail: str, again: bool, suspect: bool) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.again = again
-        self.suspect = suspect
-
-
 @dataclass
 class Dispatcher:
     """`changed` is called whenever a slot came free or an engine changed its state."""
@@ -102,6 +97,7 @@ class Dispatcher:
     in_flight: int = 0
     """Slots taken and not yet given back."""
     _held: bool = False
+    _resumed: asyncio.Event = field(default_factory=asyncio.Event)
     _sent: int = 0
     _lanes: Lanes = field(init=False)
     _failures: Counter[str] = field(default_factory=Counter)
@@ -141,7 +137,7 @@ class Dispatcher:
         session = request.session or request.request_id
         expected = request.expected_new_tokens or request.params.max_new_tokens
         failures, lost = 0, 0
-        sent = False
+        sent, live = False, self._live(request)
         while True:
             query = Query(session, request.group, request.tokens, expected, avoid)
             slot = await self._acquire(query, request, urgent)
@@ -150,18 +146,20 @@ class Dispatcher:
                 if not sent:
                     started()
                     sent = True
-                generation = await self._try(slot, request)
+                generation = await self._try(slot, request, live)
                 generated = len(generation.tokens)
-                return Completion(generation, slot.engine_id, failures + lost + 1)
+                whole = live.whole(generation) if live is not None else generation
+                return Completion(whole, slot.engine_id, failures + lost + 1)
             except _TakenBack:
                 logger.info("%s waited on %s for want of KV, and goes to another", request.request_id, slot.engine_id)
-            except _TryFailed as failure:
+            except TryFailed as failure:
                 # a lost engine says nothing of the request: one in service is waited for
                 by_request = failure.reason != LOST
                 failures, lost = failures + by_request, lost + (not by_request)
                 if not failure.again or failures == MAX_TRIES:
                     raise GenerationFailed(request.request_id, failure.reason, str(failure)) from failure
                 logger.warning("%s failed on %s, tried again: %s", request.request_id, slot.engine_id, failure)
+                request = live.rest(request) if live is not None else request
                 if not by_request:
                     continue
             finally:
@@ -178,6 +176,7 @@ class Dispatcher:
     def hold(self) -> None:
         """Send nothing more. What is under way goes on, or waits in its engine."""
         self._held = True
+        self._resumed.clear()
 
     async def drain(self, deadline_s: float) -> None:
         """Send nothing more, and wait until nothing is under way.
@@ -204,6 +203,7 @@ class Dispatcher:
     def resume(self) -> None:
         """End a hold."""
         self._held = False
+        self._resumed.set()
         self.refresh()
 
     @property
@@ -279,23 +279,29 @@ class Dispatcher:
 
     # --- one try
 
-    async def _try(self, slot: Reservation, request: GenerateRequest) -> Generation:
+    async def _try(self, slot: Reservation, request: GenerateRequest, live: LiveTokens | None) -> Generation:
         version = self.router.version
         self._sent += 1
         # never the name of an earlier try, which an engine may still know
         name = f"{request.request_id}#{self._sent}"
         asked = self._migration.sent(slot, name, divisible=request.progress is not None)
+        if live is not None:
+            live.begin(version)
         try:
-            generation = await self._unless_lost(slot.engine_id, self._ask(slot.engine_id, request, name))
+            generation = await self._unless_lost(slot.engine_id, self._ask(slot.engine_id, request, name, live))
+            await self._until_proven(generation, slot.engine_id)
             may_end = self._held or asked.taken_back
-            _check(generation, range(version, self.router.version + 1), request, may_end)
-        except _TryFailed as failure:
+            check_answer(generation, range(version, self.router.version + 1), request.params, may_end)
+        except TryFailed as failure:
             if failure.suspect:
                 self._suspect(slot.engine_id)
             if failure.reason == "wrong_version":
                 logger.error("engine %s is quarantined: %s", slot.engine_id, failure)
                 self.router.quarantine(slot.engine_id, str(failure))
-            raise
+            ended = live.ended(request.params) if live is not None and failure.again else None
+            if ended is None:
+                raise
+            return ended
         finally:
             self._migration.ended(slot)
         self._failures.pop(slot.engine_id, None)
@@ -303,6 +309,26 @@ class Dispatcher:
         if self._migration.waited(slot, asked, generation):
             raise _TakenBack
         return generation
+
+    def _live(self, request: GenerateRequest) -> LiveTokens | None:
+        return request.told and LiveTokens(
+            request.told,
+            lambda new: not self._is_ahead(new),
+            lambda new, since: check_versions(new, range(since, self.router.version + 1)),
+        )
+
+    def _is_ahead(self, generation: Generation) -> bool:
+        """Was it sampled with new weights that are not proven yet? Engines go on a moment before that is known here."""
+        return self._held and max(generation.versions, default=-1) > self.router.version
+
+    async def _until_proven(self, generation: Generation, engine_id: str) -> None:
+        if not self._is_ahead(generation):
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.request_s):
+                await self._resumed.wait()
+        if self.router.engine(engine_id).state is not EngineState.SERVING:
+            raise TryFailed(LOST, f"engine {engine_id} did not get its new weights", again=True, suspect=False)
 
     async def _unless_lost(self, engine_id: str, asking: Coroutine[Any, Any, Generation]) -> Generation:
         task = asyncio.get_running_loop().create_task(asking)
@@ -314,11 +340,12 @@ class Dispatcher:
             if current is not None and current.cancelling():
                 raise  # the caller was cancelled, not the request alone
             detail = f"engine {engine_id} was taken out of service meanwhile"
-            raise _TryFailed(LOST, detail, again=True, suspect=False) from None
+            raise TryFailed(LOST, detail, again=True, suspect=False) from None
         finally:
             self._asking[engine_id].discard(task)
 
-    async def _ask(self, engine_id: str, request: GenerateRequest, name: str) -> Generation:
+    async def _ask(self, engine_id: str, request: GenerateRequest, name: str, live: LiveTokens | None) -> Generation:
+        streamed = {} if live is None else {"told": live.take}
         try:
             return await self.engines[engine_id].generate(
                 request.tokens,
@@ -327,18 +354,19 @@ class Dispatcher:
                 timeout_s=self.request_s,
                 # SGLang finds cached prefixes under the same key alone: never what older weights computed
                 extra={"extra_key": f"version {self.router.version}"},
+                **streamed,
             )
         except EngineTimeout as error:
-            raise _TryFailed("timeout", str(error), again=True, suspect=True) from error
+            raise TryFailed("timeout", str(error), again=True, suspect=True) from error
         except EngineUnreachable as error:
             await self._given_time(engine_id)
-            raise _TryFailed("unreachable", str(error), again=True, suspect=True) from error
+            raise TryFailed("unreachable", str(error), again=True, suspect=True) from error
         except EngineRefused as error:
             # 4xx: the request itself is at fault, and another engine would say the same.
             again = error.status >= 500 or error.status in (408, 429)
-            raise _TryFailed("engine_error" if again else "refused", str(error), again, suspect=again) from error
+            raise TryFailed("engine_error" if again else "refused", str(error), again, suspect=again) from error
         except EngineError as error:
-            raise _TryFailed("bad_answer", str(error), again=False, suspect=False) from error
+            raise TryFailed("bad_answer", str(error), again=False, suspect=False) from error
 
     async def _given_time(self, engine_id: str) -> None:
         """The only engine: until it answers again or, cancelled by `interrupt`, whoever watches it says it ended."""
@@ -369,20 +397,3 @@ class Dispatcher:
         logger.error("engine %s is taken for dead: %s", engine_id, reason)
         self.router.leave(engine_id, reason)
         self.refresh()
-
-
-def _check(generation: Generation, versions: range, request: GenerateRequest, held: bool) -> None:
-    """`versions`: that engines served since it was sent; `held`: new weights are on their way."""
-    if generation.finish_reason == "abort" and not (held or len(versions) > 1):
-        raise _TryFailed("aborted", "the engine aborted the request", again=True, suspect=False)
-    if not generation.tokens and request.params.max_new_tokens and generation.finish_reason != "abort":
-        raise _TryFailed("empty", "the engine generated no token", again=False, suspect=False)
-    if len(generation.tokens) > request.params.max_new_tokens:
-        detail = f"{len(generation.tokens)} tokens where {request.params.max_new_tokens} were asked for"
-        raise _TryFailed("bad_answer", detail, again=False, suspect=False)
-    wrong = set(generation.versions) - set(versions)
-    if wrong or generation.versions != sorted(generation.versions):
-        served = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else f"{versions[0]}"
-        found = sorted(wrong) or f"in the order {generation.versions}"
-        detail = f"it generated with weights of version {found} where {served} is required"
-        raise _TryFailed("wrong_version", detail, again=True, suspect=False)

@@ -5,7 +5,7 @@ incarnation of an engine; the one of an engine that was replaced is closed once 
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from slimerl.engine.client import EngineClient
@@ -24,6 +24,7 @@ class Engine(Protocol):
         request_id: str | None,
         timeout_s: float | None,
         extra: Mapping[str, Any] | None,
+        told: Callable[[Generation], None] | None = ...,
     ) -> Generation: ...
 
     async def abort(self, request_id: str | None, *, timeout_s: float | None) -> None: ...

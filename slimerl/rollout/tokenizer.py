@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimerl.samples.framing import framed
+from slimerl.samples.framing import ChatTemplate, framed
 from slimerl.samples.rows import DataError
 from slimerl.spec.schema import DataSpec
 
@@ -45,6 +45,7 @@ class PromptTokenizer:
         self._tools = list(tools)
         self._lock = threading.Lock()
         self._model_path = model_path
+        self._chat = ChatTemplate(self._tokenizer)
         try:
             self._framed("1")
         except DataError as error:
@@ -86,10 +87,10 @@ class PromptTokenizer:
         Raises:
             DataError: the chat template refuses a prompt.
         """
-        # A template writes the special tokens itself.
         texts = [self._framed(prompt) for prompt in prompts]
         with self._lock:
-            return self._tokenizer(texts, add_special_tokens=not self._data.chat_template)["input_ids"]
+            # a template writes the special tokens itself; without one the row does, and the tokenizer
+            return self._chat.encode_all(texts) if self._data.chat_template else self._tokenizer(texts)["input_ids"]
 
     def encode_piece(self, text: str, special: bool) -> list[int]:
         """Ids of a text that stands in the middle of others; `special`: special tokens in it are such."""
@@ -99,12 +100,11 @@ class PromptTokenizer:
     def _framed(self, prompt: str) -> str:
         if not self._data.chat_template:
             return prompt
-        return framed(self._tokenizer, prompt, self._data.system_prompt, self._tools)
+        return framed(self._chat, prompt, self._data.system_prompt, self._tools)
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """By the chat template, up to where the next answer begins."""
-        tools = self._tools or None
-        return self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        return self._chat.render(messages, self._tools)
 
     @property
     def has_turns(self) -> bool:

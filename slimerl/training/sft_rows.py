@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from slimerl.samples.framing import framed
+from slimerl.samples.framing import ChatTemplate, framed
 from slimerl.samples.rows import DataError, Row, parse_rows, raise_faults
 from slimerl.spec.schema import DataSpec
 from slimerl.training.training_sample import TrainingSample
@@ -33,12 +33,10 @@ def read_samples(path: Path, tokenizer: Any, data: DataSpec, max_tokens: int) ->
         raise DataError(f"{path}: cannot read the data: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
-    texts = [framed(tokenizer, row.prompt, data.system_prompt) if data.chat_template else row.prompt for row in rows]
-    # a chat template has written the special tokens already
-    prompts = tokenizer(texts, add_special_tokens=not data.chat_template)
+    prompts = _prompts(rows, tokenizer, data)
     responses = tokenizer([row.target for row in rows], add_special_tokens=False)
     samples, faults = [], []
-    for row, prompt, response in zip(rows, prompts["input_ids"], responses["input_ids"], strict=True):
+    for row, prompt, response in zip(rows, prompts, responses["input_ids"], strict=True):
         tokens = [*prompt, *response, tokenizer.eos_token_id]
         where = f"{path}:{row.line}"
         if len(prompt) > data.max_prompt_tokens:
@@ -50,6 +48,13 @@ def read_samples(path: Path, tokenizer: Any, data: DataSpec, max_tokens: int) ->
             samples.append(_sample(row, tokens, len(prompt)))
     raise_faults(faults)
     return samples
+
+
+def _prompts(rows: Sequence[Row], tokenizer: Any, data: DataSpec) -> list[list[int]]:
+    if not data.chat_template:
+        return tokenizer([row.prompt for row in rows])["input_ids"]
+    chat = ChatTemplate(tokenizer)
+    return chat.encode_all([framed(chat, row.prompt, data.system_prompt) for row in rows])
 
 
 def load_tokenizer(model_path: Path, data: DataSpec) -> Any:

@@ -14,7 +14,6 @@ from gateway_scene import END, Front, fake_engine_of, ids, model_text, play
 from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.full_collections import defer_full_collections
-from slimerl.rollout.gateway.answers import Answer
 from slimerl.rollout.gateway.desk import Desk
 from slimerl.rollout.gateway.external import ExternalAgents
 from slimerl.rollout.gateway.requests import ChatBody
@@ -185,7 +184,7 @@ def mock_desk(engines: MockEngines) -> tuple[Dispatcher, Desk]:
     )
 
 
-async def nobody(_: Answer) -> None:
+def nobody() -> None:
     pass
 
 

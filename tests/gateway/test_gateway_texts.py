@@ -23,7 +23,7 @@ from slimerl.rollout.gateway.requests import (
 )
 from slimerl.rollout.gateway.template import TemplateError
 from slimerl.rollout.gateway.text import ModelText
-from slimerl.rollout.gateway.tool_calls import split_calls
+from slimerl.rollout.gateway.tool_calls import OPEN
 
 # --- templates
 
@@ -146,43 +146,73 @@ PIECES = st.lists(
 @given(pieces=PIECES, cuts=st.lists(st.integers(1, 5), min_size=1), stops=st.booleans(), calls=st.booleans())
 @settings(deadline=None)
 def test_what_is_told_in_parts_is_what_is_told_at_the_end(pieces, cuts, stops, calls):
-    """However the tokens are cut into parts, in the middle of a character too."""
+    """However the tokens are cut into parts, in the middle of a character too. Reference: the reply told at once."""
     text = "".join(pieces)
     tokens = ids(text)
-    reply = Reply(model_text().decode, ("STOP",) if stops else (), calls)
-    told, at, cut = "", 0, itertools.cycle(cuts)
+    asked = {"stops": ("STOP",) if stops else (), "reads_calls": calls}
+    reply = Reply(model_text().decode, **asked, step=model_text().steps())
+    told, at, cut = [], 0, itertools.cycle(cuts)
     stopped = False
     while at < len(tokens) and not stopped:
         size = next(cut)
         stopped = reply.take(tokens[at : at + size])
         told += reply.tell()
+        assert "�" not in str(told)
         at += size
     told += reply.end()
-    assert told == reply.text
     assert reply.tokens == tokens[:at], "tokens are never cut"
-    whole = text.partition("STOP")[0] if stops else text
     assert stopped == (stops and "STOP" in text)
-    if not reply.calls:
-        assert told == whole
-    elif calls:
-        assert "tool_call" not in told.replace("</tool_call>", "")
+    whole = Reply(model_text().decode, **asked)
+    assert whole.take(reply.tokens) == stopped
+    assert [joined(told), reply.calls] == [joined(whole.end()), whole.calls]
+    assert reply.text == whole.text == "".join(each for each in told if isinstance(each, str))
+    assert reply.malformed_call == whole.malformed_call == (calls and OPEN in whole.text)
+    if not calls:
+        assert whole.text == (text.partition("STOP")[0] if stops else text)
 
 
-def test_tool_calls_are_read_and_a_malformed_one_stays_text():
+def joined(pieces: list) -> list:
+    """Calls, and the text between them in one."""
+    found: list = []
+    for piece in pieces:
+        if isinstance(piece, str) and found and isinstance(found[-1], str):
+            found[-1] += piece
+        else:
+            found.append(piece)
+    return found
+
+
+@given(tokens=st.lists(st.integers(0, 300), max_size=40))
+@settings(deadline=None)
+def test_bytes_that_are_no_characters_are_told_too_and_the_same_at_once_or_token_by_token(tokens):
+    told, whole = (Reply(model_text().decode, step=step) for step in (model_text().steps(), None))
+    pieces = []
+    for token in tokens:
+        told.take([token])
+        pieces += told.tell()
+    pieces += told.end()
+    whole.take(tokens)
+    assert ["".join(pieces)] == ["".join(whole.end())] == [model_text().decode(tokens)]
+
+
+def test_tool_calls_are_told_as_they_end_and_from_a_malformed_one_on_all_is_text():
     two = 'See.<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>\n<tool_call>{"name": "g"}</tool_call>'
-    text, calls = split_calls(two, "call_x_")
-    assert text.strip() == "See."
-    assert [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls] == [
-        ("call_x_0", "f", '{"a":"é"}'),
-        ("call_x_1", "g", "{}"),
-    ]
-    for malformed in (
-        "<tool_call>{",
-        "<tool_call>[]</tool_call>",
-        '<tool_call>{"name": 1}</tool_call>',
-        f"{two}<tool_call>",
-    ):
-        assert split_calls(malformed, "x") is None
+    for malformed in ("", "<tool_call>{", "<tool_call>[]</tool_call>", '<tool_call>{"name": 1}</tool_call> so', OPEN):
+        reply = Reply(model_text().decode, reads_calls=True, call_prefix="call_x_", step=model_text().steps())
+        told = []
+        for token in ids(two):
+            reply.take([token])
+            told += reply.tell()
+        assert [each if isinstance(each, str) else each["function"] for each in joined(told)] == [
+            "See.",
+            {"name": "f", "arguments": '{"a":"é"}'},
+            "\n",
+            {"name": "g", "arguments": "{}"},
+        ]
+        assert [call["id"] for call in reply.calls] == ["call_x_0", "call_x_1"]
+        reply.take(ids(malformed))
+        assert "".join(reply.end()) == malformed
+        assert (reply.malformed_call, reply.text) == (bool(malformed), f"See.\n{malformed}")
 
 
 # --- requests

@@ -6,6 +6,7 @@ connections are injected per request. For tests of routing, scheduling and failu
 
 import asyncio
 import hashlib
+import json
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,6 +70,12 @@ class FakeEngine:
         """Told the path of every call, and of which memory."""
         self.extra_meta: dict[str, Any] = {}
         """Told with every answer."""
+        self.streams_stop_at: int | None = None
+        """Streams wait when they have so many tokens, until `let_go` or a pause that aborts ..."""
+        self.stream_fault = ""
+        """... or end there by a fault: "drop", "error"."""
+        self.cumulative = False
+        """Events of a stream hold all that there is so far."""
         self.running = 0
         self.most_running = 0
         self._runner: web.AppRunner | None = None
@@ -146,10 +153,10 @@ class FakeEngine:
         finally:
             self._run(-1)
 
-    async def _waited(self, body: dict[str, Any]) -> str:
+    async def _waited(self, body: dict[str, Any], always: bool = False) -> str:
         """Returns "cut" where a pause ended it."""
         tokens = body["input_ids"]
-        if self.open.is_set() and len(tokens) != self.stopped_at and not self.stops(tokens):
+        if not always and self.open.is_set() and len(tokens) != self.stopped_at and not self.stops(tokens):
             return ""
         self.waiting.append(body)
         waits = [asyncio.ensure_future(event.wait()) for event in (self._cut, self._let_go, self.open)]
@@ -163,7 +170,8 @@ class FakeEngine:
 
     def let_go(self) -> None:
         """Whatever waits by `stopped_at` or `stops` goes on, and nothing will wait by these any more."""
-        self.stopped_at, self.stops = None, lambda tokens: False
+        self.stopped_at = self.streams_stop_at = None
+        self.stops = lambda tokens: False
         self._let_go.set()
 
     def _run(self, change: int) -> None:
@@ -196,6 +204,8 @@ class FakeEngine:
             tokens = []
         if fault == "cut":
             tokens, finish = tokens[: len(tokens) // 2], {"type": "abort", "message": "Aborted"}
+        if body["stream"]:
+            return await self._streamed(request, body, tokens, finish)
         # where the weights have changed meanwhile, half of the tokens were there before
         half = 0 if begun_with == self.version else len(tokens) // 2
         spans = [
@@ -214,6 +224,64 @@ class FakeEngine:
             **self.extra_meta,
         }
         return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta})
+
+    async def _streamed(
+        self, request: web.Request, body: dict[str, Any], tokens: list[int], finish: dict[str, Any]
+    ) -> web.StreamResponse:
+        """An event for each token, with the weights of its moment."""
+        stream = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await stream.prepare(request)
+        versions: list[str] = []
+
+        async def tell(event: dict[str, Any]) -> None:
+            await stream.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+        for told in range(len(tokens)):
+            if told == self.streams_stop_at:
+                if self.stream_fault == "drop":
+                    request.transport.abort()
+                    return stream
+                if self.stream_fault == "error":
+                    await tell({"error": {"message": "injected in a stream", "code": 500}})
+                    return stream
+                if await self._waited(body, always=True) == "cut":
+                    # as SGLang does, with the last id once more and all logprobs
+                    aborted = self._event(body, tokens[:told], versions, {"type": "abort", "message": "Aborted"})
+                    await tell({**aborted, "output_ids": tokens[:told][-1:]})
+                    break
+            versions.append(self.version)
+            ended = finish if told + 1 == len(tokens) else None
+            await tell(self._event(body, tokens[: told + 1], versions, ended, 0 if self.cumulative else told))
+        if not tokens:
+            await tell(self._event(body, [], [], finish))
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
+
+    def _event(
+        self,
+        body: dict[str, Any],
+        tokens: list[int],
+        versions: list[str],
+        finish: dict[str, Any] | None,
+        start: int = 0,
+    ) -> dict[str, Any]:
+        """Of so many tokens; those from `start` on are listed."""
+        places = [at for at in range(len(versions)) if not at or versions[at] != versions[at - 1]]
+        spans = [
+            {"version": versions[at], "start": at, "end": end}
+            for at, end in zip(places, [*places[1:], len(versions)], strict=True)
+        ]
+        meta = {
+            "id": body["rid"],
+            "finish_reason": finish,
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": len(tokens),
+            "output_token_logprobs": [[-0.5 - token / 1000, token, None] for token in tokens[start:]],
+            "weight_version": self.version,
+            "weight_versions": spans,
+            **self.extra_meta,
+        }
+        return {"text": "", "output_ids": tokens[start:], "meta_info": meta}
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await request.json()

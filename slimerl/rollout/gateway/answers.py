@@ -12,10 +12,12 @@ import msgspec
 
 from slimerl.engine.protocol import Generation
 from slimerl.rollout.gateway.conversation import Message
-from slimerl.rollout.gateway.replies import Reply
+from slimerl.rollout.gateway.replies import Piece, Reply
 from slimerl.rollout.gateway.requests import Wanted
 
 DONE = b"data: [DONE]\n\n"
+SPARSER = 64
+"""SGLang's events come once their tokens have grown by this part: up to so many tokens one for each."""
 
 encode = msgspec.json.Encoder().encode
 
@@ -34,7 +36,18 @@ class Answer:
     reply: Reply
     prompt_tokens: int = 0
     parts: list[Generation] = field(default_factory=list)
+    """In the order in which they were told, or came."""
     finish_reason: str = ""
+    told_parts: int = 0
+    """Of a stream: those that its events hold so far."""
+    told_characters: int = 0
+    """Of the tokens of these parts, each as text."""
+
+    def news(self) -> list[Generation]:
+        """The parts that no event holds yet; from now on one does."""
+        new = self.parts[self.told_parts :]
+        self.told_parts = len(self.parts)
+        return new
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.wanted.model}
@@ -57,17 +70,16 @@ class Answer:
 
 
 class Shape(Protocol):
-    """Of one API. Of a stream: `begun` comes first, then `grown` for each part, then `ended`."""
+    """Of one API. Of a stream: `begun` comes first, then `grown` as often as one likes, then `ended`. `pieces`: what is
+    new of the reply; tokens that are new are the answer's `news`."""
 
     def whole(self, answer: Answer) -> dict[str, Any]: ...
 
     def begun(self, answer: Answer) -> bytes: ...
 
-    def grown(self, answer: Answer, text: str) -> bytes:
-        """`text`: what is new; may be empty. The tokens are those of the answer's last part."""
-        ...
+    def grown(self, answer: Answer, pieces: Sequence[Piece]) -> bytes: ...
 
-    def ended(self, answer: Answer, text: str) -> bytes: ...
+    def ended(self, answer: Answer, pieces: Sequence[Piece]) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -88,17 +100,22 @@ class ChatShape:
     def begun(self, answer: Answer) -> bytes:
         return self._chunk(answer, {"role": "assistant", "content": ""})
 
-    def grown(self, answer: Answer, text: str) -> bytes:
-        logprobs = self._logprobs(answer, answer.parts[-1:])
-        return self._chunk(answer, {"content": text}, logprobs) if text or logprobs else b""
+    def grown(self, answer: Answer, pieces: Sequence[Piece]) -> bytes:
+        """A tool call is one delta: it is told once it has been read."""
+        logprobs = self._logprobs(answer, answer.news())
+        deltas = [self._delta(answer, piece) for piece in pieces]
+        if not deltas and logprobs is not None and logprobs["content"]:
+            deltas = [{"content": ""}]
+        return b"".join(self._chunk(answer, delta, None if at else logprobs) for at, delta in enumerate(deltas))
 
-    def ended(self, answer: Answer, text: str) -> bytes:
-        chunks = self._chunk(answer, {"content": text}) if text else b""
-        if answer.reply.calls:
-            calls = [{"index": number, **call} for number, call in enumerate(answer.reply.calls)]
-            chunks += self._chunk(answer, {"tool_calls": calls})
-        chunks += self._chunk(answer, {}, finish=self._finish(answer))
+    def ended(self, answer: Answer, pieces: Sequence[Piece]) -> bytes:
+        chunks = self.grown(answer, pieces) + self._chunk(answer, {}, finish=self._finish(answer))
         return chunks + _usage_event(answer, "chat.completion.chunk")
+
+    def _delta(self, answer: Answer, piece: Piece) -> dict[str, Any]:
+        if isinstance(piece, str):
+            return {"content": piece}
+        return {"tool_calls": [{"index": answer.reply.calls.index(piece), **piece}]}
 
     def _finish(self, answer: Answer) -> str:
         return "tool_calls" if answer.reply.calls and answer.finish_reason == "stop" else answer.finish_reason
@@ -137,12 +154,17 @@ class CompletionShape:
     def begun(self, answer: Answer) -> bytes:
         return b""
 
-    def grown(self, answer: Answer, text: str) -> bytes:
-        logprobs = self._logprobs(answer, answer.parts[-1:])
-        return self._chunk(answer, text, logprobs) if text or logprobs else b""
+    def grown(self, answer: Answer, pieces: Sequence[Piece]) -> bytes:
+        return self._chunks(answer, pieces, None)
 
-    def ended(self, answer: Answer, text: str) -> bytes:
-        return self._chunk(answer, text, finish=answer.finish_reason) + _usage_event(answer, "text_completion")
+    def ended(self, answer: Answer, pieces: Sequence[Piece]) -> bytes:
+        return self._chunks(answer, pieces, answer.finish_reason) + _usage_event(answer, "text_completion")
+
+    def _chunks(self, answer: Answer, pieces: Sequence[Piece], finish: str | None) -> bytes:
+        text = "".join(map(str, pieces))
+        logprobs = self._logprobs(answer, answer.news())
+        said = text or finish or (logprobs is not None and logprobs["tokens"])
+        return self._chunk(answer, text, logprobs, finish) if said else b""
 
     def _chunk(self, answer: Answer, text: str, logprobs: object = None, finish: str | None = None) -> bytes:
         choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
@@ -153,11 +175,13 @@ class CompletionShape:
             return None
         pairs = _pairs(parts)
         texts = [self.spelt(token) for token, _ in pairs]
+        offsets = list(accumulate(map(len, texts), initial=answer.told_characters))
+        answer.told_characters = offsets[-1]
         return {
             "tokens": texts,
             "token_logprobs": [logprob for _, logprob in pairs],
             "top_logprobs": [],
-            "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
+            "text_offset": offsets[:-1],
         }
 
 
@@ -172,7 +196,7 @@ class GenerateShape:
                 "prompt_tokens": answer.prompt_tokens,
                 "completion_tokens": len(tokens),
                 "cached_tokens": parts[0].cached_tokens,
-                "output_token_logprobs": [pair for part in parts for pair in part.meta["output_token_logprobs"]],
+                "output_token_logprobs": [[logprob, token, None] for token, logprob in _pairs(parts)],
                 "weight_versions": _spans([version for part in parts for version in part.versions]),
             }
         if not answer.wanted.logprobs:
@@ -182,11 +206,16 @@ class GenerateShape:
     def begun(self, answer: Answer) -> bytes:
         return b""
 
-    def grown(self, answer: Answer, text: str) -> bytes:
-        """SGLang's events hold all that there is so far."""
+    def grown(self, answer: Answer, pieces: Sequence[Piece]) -> bytes:
+        """SGLang's events hold all that there is so far. Of a long answer not every token has one: all together would
+        be the square of it."""
+        new = sum(len(part.tokens) for part in answer.parts[answer.told_parts :])
+        if new * SPARSER < len(answer.reply.tokens):
+            return b""
+        answer.news()
         return event(self.whole(answer))
 
-    def ended(self, answer: Answer, text: str) -> bytes:
+    def ended(self, answer: Answer, pieces: Sequence[Piece]) -> bytes:
         return event(self.whole(answer))
 
 

@@ -17,7 +17,7 @@ from slimerl.rollout.gateway.answers import Answer, ChatShape, CompletionShape, 
 from slimerl.rollout.gateway.conversation import Message, digests, frame_digest, read_messages
 from slimerl.rollout.gateway.errors import ApiError, refused
 from slimerl.rollout.gateway.external import ExternalAgents, Task
-from slimerl.rollout.gateway.replies import Reply
+from slimerl.rollout.gateway.replies import Piece, Reply
 from slimerl.rollout.gateway.requests import (
     ChatBody,
     CompletionBody,
@@ -30,9 +30,6 @@ from slimerl.rollout.gateway.requests import (
 from slimerl.rollout.gateway.sampler import Place, Told, TurnSampler
 from slimerl.rollout.gateway.sessions import Session, Turn
 from slimerl.rollout.gateway.text import ModelText
-
-LONG_TEXT = 8192
-"""Characters; encoding more takes longer than a few milliseconds, and is done off the event loop."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,7 @@ class Desk:
                 last = parent.tokens[-1] if parent.tokens else None
                 new = frame.following(messages[covered - 1], messages[covered:], options, last)
             observed = await self._encoded(new, special=False)
-        reply = Reply(self.text.decode, wanted.stops, bool(tools), f"call_{session.session_id}_{next(self._numbers)}_")
-        answer = self._answer("chatcmpl", wanted, reply)
+        answer = self._answer("chatcmpl", wanted, None, f"call_{session.session_id}_", bool(tools))
 
         def tell(turn: Turn) -> None:
             told: list[Message] = read_messages([answer.message()])
@@ -116,7 +112,7 @@ class Desk:
             observed = await self._encoded(prompt[covered:], special=parent is None)
         else:
             observed = ids[covered // ids.itemsize :]
-        answer = self._answer(kind, wanted, Reply(self.text.decode, wanted.stops), answer_id)
+        answer = self._answer(kind, wanted, answer_id)
 
         def tell(turn: Turn) -> None:
             if isinstance(flat, str):
@@ -127,8 +123,11 @@ class Desk:
         context = None if isinstance(prompt, str) else tuple(prompt)
         return Order(Place(session, task, parent, observed, b"", context), answer, shape, tell)
 
-    async def fill(self, order: Order, told: Told) -> str:
-        """Have an order sampled and recorded; the text that `told` has not had.
+    async def fill(self, order: Order, told: Told) -> list[Piece]:
+        """Have an order sampled and recorded; what of the reply was not told until then.
+
+        Args:
+            told: called whenever the answer has grown, if the client reads along.
 
         Raises:
             ApiError, GenerationFailed, SessionError: see `TurnSampler.sample`; nothing is recorded then.
@@ -156,13 +155,18 @@ class Desk:
             raise ApiError(429, "too_many_tokens", "open sessions have all the tokens that there may be; finish some")
         return sessions.use(name), None
 
-    def _answer(self, kind: str, wanted: Wanted, reply: Reply, answer_id: str | None = None) -> Answer:
+    def _answer(
+        self, kind: str, wanted: Wanted, answer_id: str | None, call_prefix: str = "", reads_calls: bool = False
+    ) -> Answer:
         if not wanted.model:
             wanted = replace(wanted, model=self.model)
-        return Answer(answer_id or f"{kind}-{next(self._numbers)}", int(time.time()), wanted, reply)
+        number = next(self._numbers)
+        step = self.text.steps() if wanted.stream else None
+        reply = Reply(self.text.decode, wanted.stops, reads_calls, f"{call_prefix}{number}_", step)
+        return Answer(answer_id or f"{kind}-{number}", int(time.time()), wanted, reply)
 
     async def _encoded(self, text: str, special: bool) -> "array[int]":
-        if len(text) < LONG_TEXT:
+        if not self.text.takes_long(text):
             return array("i", self.text.encode(text, special))
         return array("i", await asyncio.to_thread(self.text.encode, text, special))
 

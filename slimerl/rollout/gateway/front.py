@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
-from slimerl.rollout.gateway.answers import DONE, Answer, encode, event
+from slimerl.rollout.gateway.answers import encode
 from slimerl.rollout.gateway.desk import Desk, Order
 from slimerl.rollout.gateway.errors import ApiError, api_error
 from slimerl.rollout.gateway.external import Task
@@ -32,6 +32,7 @@ from slimerl.rollout.gateway.requests import (
     TaskBody,
     read_body,
 )
+from slimerl.rollout.gateway.streaming import BrokenOff, streamed
 
 logger = logging.getLogger(__name__)
 
@@ -151,31 +152,11 @@ class Gateway:
             self.open_requests -= 1
 
     async def _streamed(self, request: web.Request, order: Order) -> web.StreamResponse:
-        """The stream is opened with the first part: what fails before is told by a status."""
-        answer, shape = order.answer, order.shape
-        stream = web.StreamResponse(
-            headers={"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
-        )
-
-        async def tell(_: Answer) -> None:
-            begun = b""
-            if not stream.prepared:
-                await stream.prepare(request)
-                begun = shape.begun(answer)
-            await stream.write(begun + shape.grown(answer, answer.reply.tell()))
-
         try:
-            rest = await self.desk.fill(order, tell)
-        except Exception as error:
-            failure = api_error(error)
-            if not stream.prepared or failure is None:
-                raise
-            self.counts[f"errors_{failure.name}"] += 1
-            await stream.write(event(failure.body()))
-            return stream
-        await stream.write(shape.ended(answer, rest) + DONE)
-        await stream.write_eof()
-        return stream
+            return await streamed(request, order, self.desk.fill)
+        except BrokenOff as ended:
+            self.counts[f"errors_{ended.name}"] += 1
+            return ended.stream
 
     # --- without the framework
 
@@ -275,7 +256,7 @@ def _checked_name(session: str) -> str:
     return session
 
 
-async def _nobody(_: Answer) -> None:
+def _nobody() -> None:
     """Nobody reads along."""
 
 

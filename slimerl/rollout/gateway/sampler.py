@@ -1,19 +1,20 @@
 """One turn of a session, from its tokens to the engine's: through the dispatcher, part by part.
 
 Flows in: where in a session the turn stands, what the client wants. Flows out: the turn, recorded, and meanwhile its
-parts. Weight updates, failing engines and chunks are the dispatcher's and the policy handle's business: a turn that
-they interrupt goes on from its tokens, and the client sees none of it.
+tokens, as engines make them where the client reads along, else part by part. Weight updates, failing engines and chunks
+are the dispatcher's and the policy handle's business: a turn that they interrupt goes on from its tokens, and the
+client sees none of it.
 Invariants: a turn is recorded whole or not at all; whatever ends it (an answer, a failure, a client that has gone) ends
 its request in the engine and its reservation; a conversation never has more tokens than a sample of the run may have.
 """
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slimerl.engine.protocol import SamplingParams
+from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.rollout.agents.policy import STOP, Generates, Policy, Watcher
 from slimerl.rollout.dispatch import Completion, GenerateRequest
 from slimerl.rollout.gateway.answers import Answer
@@ -29,8 +30,8 @@ LONG_TOKENS = 4096
 _UNBOUND = "gateway"
 """Prompt id of what no task asked for."""
 
-Told = Callable[[Answer], Awaitable[None]]
-"""Awaited after each part; what it raises ends the turn."""
+Told = Callable[[], None]
+"""Called whenever the answer has grown."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,46 @@ class _Routed:
         params = request.params if self.seed is None else replace(request.params, seed=self.seed & 0x7FFF_FFFF)
         # not by `replace`, which takes a multiple of the time
         routed = GenerateRequest(
-            request.request_id, request.group, request.tokens, params, self.session, request.expected_new_tokens
+            request.request_id,
+            request.group,
+            request.tokens,
+            params,
+            self.session,
+            request.expected_new_tokens,
+            told=self._tell if self.answer.wanted.stream else None,
         )
+        reply = self.answer.reply
+        before = len(reply.tokens)
         completion = await self.dispatcher.generate(routed, started, urgent)
-        generation, reply = completion.generation, self.answer.reply
-        self.answer.parts.append(generation)
-        if len(reply.tokens) + len(generation.tokens) < LONG_TOKENS:
-            self.stopped = reply.take(generation.tokens)
+        rest = _behind(completion.generation, reply.tokens[before:])
+        if len(reply.tokens) + len(rest.tokens) < LONG_TOKENS or self.answer.wanted.stream:
+            self._tell(rest)
         else:
-            self.stopped = await asyncio.to_thread(reply.take, generation.tokens)
-        await self.told(self.answer)
+            self.answer.parts.append(rest)
+            self.stopped = await asyncio.to_thread(reply.take, rest.tokens)
         return completion
+
+    def _tell(self, new: Generation) -> None:
+        self.answer.parts.append(new)
+        self.stopped = self.answer.reply.take(new.tokens)
+        self.told()
+
+
+def _behind(generation: Generation, told: list[int]) -> Generation:
+    """What is new in it for one who was told its beginning."""
+    count = len(told)
+    if not count:
+        return generation
+    if generation.tokens[:count] != told:
+        raise ValueError(f"of {len(generation.tokens)} tokens {count} were told, but others")
+    return Generation(
+        generation.tokens[count:],
+        generation.logprobs[count:],
+        generation.versions[count:],
+        generation.finish_reason,
+        generation.meta,
+        generation.answer,
+    )
 
 
 @dataclass

@@ -1,36 +1,20 @@
 """Tool calls in a reply's text, in the form that Qwen and Hermes models are trained to write. Pure.
 
-Flows in: text with `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Flows out: the text around the calls, and
-the calls as OpenAI clients read them.
-Invariant: a reply with a call that cannot be read has no calls: all of its text is told as it is.
+Flows in: what stands between `<tool_call>` and `</tool_call>`: `{"name": …, "arguments": {…}}`. Flows out: the call as
+OpenAI clients read it.
 """
 
-import re
 from typing import Any
 
 import msgspec
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_CALL = re.compile(re.escape(OPEN) + r"(.*?)(?:" + re.escape(CLOSE) + r"|\Z)", re.DOTALL)
 
 
-def split_calls(text: str, prefix: str) -> tuple[str, list[dict[str, Any]]] | None:
-    """The text outside of calls, and the calls.
-
-    Args:
-        prefix: of the calls' ids, unique in the conversation.
-
-    Returns:
-        None where some call is malformed: no object with a name, or cut off.
-    """
-    calls: list[dict[str, Any]] = []
-    for found in _CALL.finditer(text):
-        call = _parsed(found.group(1))
-        if call is None or not found.group(0).endswith(CLOSE):
-            return None
-        name, arguments = call
-        calls.append({"id": f"{prefix}{len(calls)}", "type": "function", "function": _function(name, arguments)})
-    return _CALL.sub("", text), calls
+def read_call(text: str, call_id: str) -> dict[str, Any] | None:
+    """The call; None: it is malformed, no object with a name. `call_id`: unique in the conversation."""
+    call = _parsed(text)
+    return call and {"id": call_id, "type": "function", "function": _function(*call)}
 
 
 def _function(name: str, arguments: object) -> dict[str, str]:

@@ -21,6 +21,7 @@ import numpy as np
 
 from slimerl.engine.protocol import Generation, ProtocolError, Scores, read_scores
 from slimerl.rollout.dispatch import Completion, Dispatcher, GenerateRequest, GenerationFailed
+from slimerl.rollout.live import Told
 from slimerl.rollout.order import Progress
 from slimerl.rollout.prompts import sampling_seed
 from slimerl.rollout.speculation import coupled, rules
@@ -173,6 +174,10 @@ class _Answer:
         stopped = set(self.tokens[-1:]) & set(self.request.params.stop_token_ids)
         self.finish_reason = "stop" if stopped else "length" if self.left == 0 else ""
 
+    def so_far(self) -> Generation:
+        last = self.parts[-1].generation
+        return Generation([*self.tokens], [*self.logprobs], [*self.versions], self.finish_reason, last.meta, last.answer)
+
     def completion(self) -> Completion:
         """As of one request: its cached tokens are those of the first part."""
         last = self.parts[-1]
@@ -194,12 +199,15 @@ class SpeculativeDispatcher(Dispatcher):
         """As of `Dispatcher`; urgent requests, and those whose draws cannot be scored, go without drafts."""
         if urgent or not self.speculation.applies(request):
             return await super().generate(request, started, urgent)
-        request = self.speculation.keyed(replace(request, session=request.session or request.request_id))
+        told = request.told
+        request = self.speculation.keyed(replace(request, session=request.session or request.request_id, told=None))
         answer = _Answer(request, started)
         self.speculation.figures.requests += 1
         await self._draft(answer)
+        if told is not None and answer.tokens:
+            told(answer.so_far())
         if not answer.finish_reason:
-            await self._decode(answer, answer.left)
+            await self._decode(answer, answer.left, told=told)
         if answer.tokens:
             self.speculation.drafts.add(
                 *(request.group, request.session, request.tokens, answer.tokens, answer.logprobs),
@@ -288,7 +296,9 @@ class SpeculativeDispatcher(Dispatcher):
                 answer.go_on()
         answer.logprobs[-1] = float(rules.residual_logprob(answer.logprobs[-1], logprob))
 
-    async def _decode(self, answer: _Answer, tokens: int, extra: dict | None = None) -> None:
+    async def _decode(
+        self, answer: _Answer, tokens: int, extra: dict | None = None, told: Told | None = None
+    ) -> None:
         """Let an engine go on with up to so many tokens."""
         whole, context = answer.request, answer.context
         request = whole
@@ -302,7 +312,7 @@ class SpeculativeDispatcher(Dispatcher):
                 expected_new_tokens=min(expected, tokens),
                 progress=_after(whole.progress, len(answer.tokens)),
             )
-        completion = await super().generate(request, answer.start)
+        completion = await super().generate(replace(request, told=told) if told else request, answer.start)
         answer.parts.append(completion)
         self._prefilled(request, completion)
         self.speculation.figures.decoded += len(completion.generation.tokens)
