@@ -10,7 +10,7 @@ Invariants: those of `router`; KV of other weights is never counted as cached; m
 `prefix_index`); what a request adds to its engine ends with its reservation.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -154,6 +154,10 @@ class KvRouter:
 
     def engines(self) -> list[EngineInfo]:
         return [self._seen(info) for info in self._roster.engines()]
+
+    def serving(self) -> Sequence[str]:
+        """Engines in service, but for those that are drained."""
+        return [name for name, seat in self._seats.items() if seat.serving]
 
     def reasons(self) -> dict[str, str]:
         """Why each engine that is out of service is so."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -41,6 +41,7 @@ MAX_REQUEST_BYTES = 64 * 2**20
 MAX_NAME = 256
 """Characters of a session's name."""
 
+Given = TypeVar("Given")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -172,20 +173,18 @@ class Gateway:
         return None if body.stream else self._whole(name, body)
 
     async def _whole(self, name: str, body: GenerateBody) -> tuple[int, bytes]:
+        given = await self._guarded("/generate", self._generated(name, body))
+        return self._told(given) if isinstance(given, ApiError) else (200, given)
+
+    async def _generated(self, name: str, body: GenerateBody) -> bytes:
+        order = await self.desk.generate(name, body)
+        self.open_requests += 1
+        self.counts["requests"] += 1
         try:
-            order = await self.desk.generate(name, body)
-            self.open_requests += 1
-            self.counts["requests"] += 1
-            try:
-                await self.desk.fill(order, _nobody)
-                return 200, encode(order.shape.whole(order.answer))
-            finally:
-                self.open_requests -= 1
-        except Exception as error:
-            return self._told(self._failure(error, "/generate"))
-        except asyncio.CancelledError:
-            self.counts["disconnected"] += 1
-            raise
+            await self.desk.fill(order, _nobody)
+            return encode(order.shape.whole(order.answer))
+        finally:
+            self.open_requests -= 1
 
     async def _refused(self, error: ApiError) -> tuple[int, bytes]:
         return self._told(error)
@@ -213,27 +212,30 @@ class Gateway:
         try:
             if request.path != "/health":
                 self._admit(_bearer(request).partition(":")[0])
-            return await handler(request)
+        except ApiError as error:
+            return self._failed(error)
+        given = await self._guarded(f"{request.method} {request.path}", handler(request))
+        return self._failed(given) if isinstance(given, ApiError) else given
+
+    async def _guarded(self, what: str, answering: Awaitable[Given]) -> Given | ApiError:
+        try:
+            return await answering
         except web.HTTPException as error:
             name = "unknown_path" if error.status in (404, 405) else "refused"
-            return self._failed(ApiError(error.status, name, f"{request.method} {request.path}: {error}"))
+            return ApiError(error.status, name, f"{what}: {error}")
+        except ConnectionError:
+            self.counts["disconnected"] += 1
+            raise
         except Exception as error:
-            return self._failed(self._failure(error, request.path))
+            failure = api_error(error)
+            if failure is None:
+                logger.error("%s: an unexpected error", what, exc_info=error)
+                failure = ApiError(500, "internal_error", f"{type(error).__name__}: see the log of the rollout role")
+            return failure
         except BaseException:
             # cancelled: the client has gone
             self.counts["disconnected"] += 1
             raise
-
-    def _failure(self, error: Exception, path: str) -> ApiError:
-        """What the client is told; raises `error` where there is none any more."""
-        if isinstance(error, ConnectionError):
-            self.counts["disconnected"] += 1
-            raise error
-        failure = api_error(error)
-        if failure is None:
-            logger.error("%s: an unexpected error", path, exc_info=error)
-            failure = ApiError(500, "internal_error", f"{type(error).__name__}: see the log of the rollout role")
-        return failure
 
     def _failed(self, error: ApiError) -> web.Response:
         self.counts[f"errors_{error.name}"] += 1
