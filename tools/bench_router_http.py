@@ -7,8 +7,8 @@
 Mock engines run in another process (bench_router_mock.py). Each peer is installed into a virtual environment of its own
 under --cache, never into this one. CPU time is what the operating system counted for the router's processes; ratios are
 of rows of one run. `gateway` is slimerl's, whole: keyed by session, sent ids, recording every turn; the peers are sent
-text, which they route by. `direct` rows need no router: the client chooses, by round robin or by the KV-aware router in
-process, so that their routing is compared on the same requests; their time is that of the decisions alone.
+text, which they route by. `direct` rows need no router: the client chooses, by round robin or by the KV-aware router
+in process; their time is that of the decisions alone.
 """
 
 import argparse
@@ -313,6 +313,13 @@ async def _until_healthy(session: aiohttp.ClientSession, url: str) -> None:
 
 
 def main() -> int:
+    options = read_options()
+    shape = next(one for one in ROUTING_SHAPES if one.name == options.shape)
+    return judged(goals(compare(options, shape, options.concurrency, options.only)))
+
+
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Default: of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="measure the router that runs here, instead of the peers")
     parser.add_argument("--pid", type=int, help="its process, for its CPU time")
@@ -324,9 +331,7 @@ def main() -> int:
     parser.add_argument("--time-scale", type=float, default=0.02)
     parser.add_argument("--ids", action="store_true", help="send input_ids; text otherwise, which the peers route by")
     parser.add_argument("--only", nargs="*", default=[""], help="rows whose name contains one of these")
-    options = parser.parse_args()
-    shape = next(one for one in ROUTING_SHAPES if one.name == options.shape)
-    return judged(goals(compare(options, shape, options.concurrency, options.only)))
+    return parser.parse_args(arguments)
 
 
 def compare(options: argparse.Namespace, shape: Shape, concurrencies: Sequence[int], only: Sequence[str]) -> list[Row]:
@@ -375,21 +380,21 @@ def _targets(
 def goals(rows: Sequence[Row]) -> list[Goal]:
     """Of the rows that were measured: R1 over all concurrencies of a trace, R2 for each."""
     found = []
-    by_place = {(row.shape, row.concurrency, row.router): row.outcome for row in rows}
-    for shape in dict.fromkeys(row.shape for row in rows):
-        ratios = []
-        for (where, concurrency, router), one in by_place.items():
-            reference = by_place.get((shape, concurrency, REFERENCE))
-            if where != shape or router != GATEWAY:
-                continue
-            name = f"R2 {shape} over HTTP, {concurrency} at once"
-            found.append(Goal(f"{name}: hit rate / oracle", one.over_oracle, GOAL_HIT, at_least=True))
-            found.append(Goal(f"{name}: max/mean requests", one.spread, GOAL_SPREAD))
-            if reference is not None and one.cpu_us and reference.cpu_us:
-                ratios.append(one.cpu_us / reference.cpu_us)
-        if ratios:
-            found.append(Goal(f"R1 {shape}: CPU of the gateway / {REFERENCE} (median)", median(ratios), GOAL_CPU))
-    return found
+    reference = {(row.shape, row.concurrency): row.outcome.cpu_us for row in rows if row.router == REFERENCE}
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        if row.router != GATEWAY:
+            continue
+        one, name = row.outcome, f"R2 {row.shape} over HTTP, {row.concurrency} at once"
+        found.append(Goal(f"{name}: hit rate / oracle", one.over_oracle, GOAL_HIT, at_least=True))
+        found.append(Goal(f"{name}: max/mean requests", one.spread, GOAL_SPREAD))
+        beside = reference.get((row.shape, row.concurrency))
+        if beside and one.cpu_us:
+            ratios.setdefault(row.shape, []).append(one.cpu_us / beside)
+    return found + [
+        Goal(f"R1 {shape}: CPU of the gateway / {REFERENCE} (median)", median(each), GOAL_CPU)
+        for shape, each in ratios.items()
+    ]
 
 
 if __name__ == "__main__":
