@@ -54,7 +54,7 @@ class HotPath:
 
 class _Connection(asyncio.Protocol):
     def __init__(self, path: HotPath) -> None:
-        self.answering: asyncio.Task[None] | None = None
+        self.answering: asyncio.Task[tuple[int, bytes]] | None = None
         self._path = path
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -135,11 +135,14 @@ class _Connection(asyncio.Protocol):
             self._hand_over()
             return
         self._data = data[end:]
-        self.answering = self._loop.create_task(self._answer(answering))
+        self.answering = self._loop.create_task(answering)
+        self.answering.add_done_callback(self._answered)
 
-    async def _answer(self, answering: Answering) -> None:
+    def _answered(self, answering: "asyncio.Task[tuple[int, bytes]]") -> None:
+        if answering.cancelled():
+            return
         try:
-            status, body = await answering
+            status, body = answering.result()
         except ConnectionError:
             self.abort()
             return
