@@ -10,6 +10,7 @@ a process of its own; its CPU time is what the operating system counted. Rows:
     pass-through     the same, and hands the body on to an engine and its answer back
     generate         the gateway, whole: SGLang's /generate with ids, keyed by session
     chat             the gateway, whole: chat completions, with template and tokenizer
+    chat, streamed   the same for clients that read along: engines send each token by itself
 """
 
 import argparse
@@ -36,7 +37,7 @@ class Load:
 
     async def run(self, row: str, conversations: range) -> None:
         waiting = iter(conversations)
-        converse = self._chat if row == "chat" else self._generate
+        converse = {"chat": self._chat, "chat, streamed": self._chat_streamed}.get(row, self._generate)
 
         async def worker() -> None:
             for number in waiting:
@@ -58,6 +59,15 @@ class Load:
             answer = await self._post("/v1/chat/completions", body, number)
             messages += [answer["choices"][0]["message"], {"role": "user", "content": "Are you sure of it?"}]
 
+    async def _chat_streamed(self, number: int) -> None:
+        messages = [{"role": "user", "content": f"{number} " + "How many? " * (self.options.prompt // 10)}]
+        for _ in range(self.options.turns):
+            body = {"messages": messages, "max_tokens": self.options.new, "stream": True}
+            events = (await self._post("/v1/chat/completions", body, number)).decode().split("\n\n")
+            chunks = [msgspec.json.decode(event.removeprefix("data: ")) for event in events[:-2]]
+            text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Are you sure of it?"}]
+
     async def _post(self, path: str, body: dict[str, Any], number: int) -> Any:
         headers = {"Authorization": f"Bearer {KEY}", "x-session-id": f"s{number}", "content-type": "application/json"}
         begun = time.perf_counter()
@@ -66,7 +76,7 @@ class Load:
             if response.status != 200:
                 raise RuntimeError(f"{path} answered {response.status}: {data[:300]!r}")
         self.waits_s.append(time.perf_counter() - begun)
-        return msgspec.json.decode(data)
+        return data if body.get("stream") else msgspec.json.decode(data)
 
 
 async def measure(row: str, url: str, pid: int, options: argparse.Namespace) -> tuple[float, float]:

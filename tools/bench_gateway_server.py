@@ -2,7 +2,7 @@
 
     python tools/bench_gateway_server.py generate --urls http://127.0.0.1:30000    # prints its URL, then serves
 
-`generate` and `chat` are the gateway, whole, before engines that serve version 0; the other rows are what HTTP alone
+`generate` and the chats are the gateway, whole, before engines that serve version 0; the other rows are what HTTP alone
 takes. Ended by SIGTERM.
 """
 
@@ -44,7 +44,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ROWS = ("bare handler", "pass-through", "generate", "chat")
+ROWS = ("bare handler", "pass-through", "generate", "chat", "chat, streamed")
 
 
 def model_text(model: str) -> ModelText:

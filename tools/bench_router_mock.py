@@ -94,8 +94,10 @@ class MockEngines:
         """The endpoints of one engine: those that routers ask before they take a worker, and /generate."""
         cache = self.caches[number]
 
-        async def generate(request: web.Request) -> web.Response:
-            return await self._generate(cache, msgspec.json.decode(await request.read()))
+        async def generate(request: web.Request) -> web.StreamResponse:
+            body = msgspec.json.decode(await request.read())
+            answer = await self._generate(cache, body)
+            return await _streamed(request, answer) if body.get("stream") else _json(answer)
 
         async def counts(_: web.Request) -> web.Response:
             return _json({"engines": [one.counts() for one in self.caches], "oracle": self.oracle.counts()})
@@ -131,7 +133,7 @@ class MockEngines:
         )
         return app
 
-    async def _generate(self, cache: MockCache, body: dict[str, Any]) -> web.Response:
+    async def _generate(self, cache: MockCache, body: dict[str, Any]) -> dict[str, Any]:
         ids = body.get("input_ids") or [int(word) for word in body["text"].split()]
         new = int(body["sampling_params"]["max_new_tokens"])
         tokens = tuple(ids)
@@ -154,7 +156,7 @@ class MockEngines:
         }
         if body.get("return_logprob"):
             meta["output_token_logprobs"] = [[-0.5, token, None] for token in answer]
-        return _json({"text": " ".join(map(str, answer)), "output_ids": answer, "meta_info": meta})
+        return {"text": " ".join(map(str, answer)), "output_ids": answer, "meta_info": meta}
 
 
 def block_keys(tokens: tuple[int, ...]) -> list[int]:
@@ -163,6 +165,21 @@ def block_keys(tokens: tuple[int, ...]) -> list[int]:
         key = hash((key, tokens[start : start + BLOCK_TOKENS]))
         keys.append(key)
     return keys
+
+
+async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
+    """An event for each token, with what is new."""
+    stream = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await stream.prepare(request)
+    meta, count = answer["meta_info"], len(answer["output_ids"])
+    for place, token in enumerate(answer["output_ids"], 1):
+        finish = meta["finish_reason"] if place == count else None
+        pairs = meta.get("output_token_logprobs", [])[place - 1 : place]
+        new = {**meta, "finish_reason": finish, "completion_tokens": place, "output_token_logprobs": pairs}
+        event = msgspec.json.encode({"text": "", "output_ids": [token], "meta_info": new})
+        await stream.write(b"data: " + event + b"\n\n")
+    await stream.write(b"data: [DONE]\n\n")
+    return stream
 
 
 def _json(value: object) -> web.Response:

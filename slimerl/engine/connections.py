@@ -44,9 +44,7 @@ class Connections:
         """The one that was used last comes last."""
         self._open: set[_Connection] = set()
 
-    async def request(
-        self, method: str, path: str, body: bytes | None, take: Take | None = None
-    ) -> tuple[int, bytes]:
+    async def request(self, method: str, path: str, body: bytes | None, take: Take | None = None) -> tuple[int, bytes]:
         """Status and body of the answer.
 
         Args:
@@ -205,7 +203,7 @@ class _Connection(asyncio.Protocol):
     def _passed_on(self, take: Take, chunk: bytes) -> bool:
         try:
             take(chunk)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised to whoever asked
             self._end_with(error)
             return False
         return True

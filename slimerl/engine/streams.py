@@ -90,7 +90,7 @@ class StreamedAnswer:
             raise ProtocolError(f"an event that is none of an answer: {str(event)[:300]}")
         new = self._new(event, meta)
         finish = meta.get("finish_reason")
-        if isinstance(finish, dict) and finish.get("type") == "abort" and finish.get("status_code", 0) >= 400:
+        if isinstance(finish, dict) and _reason(meta) == "abort" and (finish.get("status_code") or 0) >= 400:
             raise StreamRefused(finish["status_code"], str(finish.get("message")))
         self.tokens += new.tokens
         self._logprobs += new.logprobs

@@ -59,9 +59,7 @@ class LiveTokens:
         """What is left of a request whose last try failed."""
         tokens = [token for new in self._told[self._of_tries :] for token in new.tokens]
         left = request.params.max_new_tokens - len(tokens)
-        return replace(
-            request, tokens=(*request.tokens, *tokens), params=replace(request.params, max_new_tokens=left)
-        )
+        return replace(request, tokens=(*request.tokens, *tokens), params=replace(request.params, max_new_tokens=left))
 
     def whole(self, generation: Generation) -> Generation:
         """With what the tries before the last one had told."""

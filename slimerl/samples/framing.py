@@ -124,9 +124,7 @@ class ChatTemplate:
         return _Twin(twin, own)
 
 
-def framed(
-    chat: ChatTemplate, prompt: str, system_prompt: str | None, tools: Sequence[Mapping[str, Any]] = ()
-) -> str:
+def framed(chat: ChatTemplate, prompt: str, system_prompt: str | None, tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """One user turn, behind a system turn where there is one, as `ChatTemplate.render` gives it.
 
     Args:

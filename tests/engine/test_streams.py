@@ -1,6 +1,7 @@
 """A streamed answer against the same answer in one piece, however the server and the network cut it."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def body(events: list[dict[str, Any]], newline: str = "\n") -> bytes:
 def read(data: bytes, cuts: list[int], told: list[Generation]) -> Generation:
     answer = StreamedAnswer(told.append)
     places = sorted({0, *(cut for cut in cuts if cut < len(data)), len(data)})
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in pairwise(places):
         answer.feed(data[start:end])
     return answer.generation()
 
@@ -73,7 +74,7 @@ def test_an_abort_that_tells_the_last_id_again_does_not_double_it():
     aborted = event(3, 0, {"type": "abort", "message": "Aborted"}, 0)
     for events in (
         [event(2, 0, None, 0), event(3, 2, None, 0), {**aborted, "output_ids": TOKENS[2:3]}],
-        [event(2, 0, None, 0), {**aborted, "output_ids": [TOKENS[2], TOKENS[2]]}],
+        [event(1, 0, None, 0), {**aborted, "output_ids": [TOKENS[1], TOKENS[2], TOKENS[2]]}],
     ):
         told: list[Generation] = []
         found = read(body(events), [], told)

@@ -11,10 +11,12 @@ from typing import Any
 import aiohttp
 import httpx
 import openai
+from engine_fixtures import RunningEngine
 from fake_engine import FakeEngine
 from scene import PATIENCE_S, SEED, Scene, rollout
 from tiny_models import byte_tokenizer
 
+from slimerl.engine.client import EngineClient
 from slimerl.engine.protocol import SamplingParams
 from slimerl.rollout.gateway.desk import Desk
 from slimerl.rollout.gateway.external import ExternalAgents
@@ -137,6 +139,18 @@ async def gateway_scene(
         ):
             await scene.serve(0)
             yield Front(scene, gateway, url, http, openai_http)
+
+
+async def join_real(front: Front, engine: RunningEngine) -> EngineClient:
+    """Have a real engine serve version 0."""
+    clients, name = front.scene.service.clients, engine.info.engine_id
+    clients.add(engine.info)
+    front.scene.router.join(engine.info)
+    await clients[name].begin_weight_update()
+    await clients[name].end_weight_update(0)
+    front.scene.router.release(0, [name], {})
+    front.scene.scheduler.advance(0)
+    return clients[name]
 
 
 def play(act: Callable[[Front], Any], patience_s: float = 60.0, **options: Any) -> None:

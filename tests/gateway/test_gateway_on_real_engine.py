@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from client_program import TOOLS
 from engine_fixtures import Engines
-from gateway_scene import Front, ids, play
+from gateway_scene import Front, ids, join_real, play
 
 from slimerl.engine.fleet import EngineFleet
 from slimerl.engine.protocol import SamplingParams
@@ -56,13 +56,7 @@ def test_m6_what_an_unchanged_program_did_is_trained_exactly_as_the_engine_compu
 
     async def act(front: Front) -> None:
         scene = front.scene
-        scene.service.clients.add(engine.info)
-        scene.router.join(engine.info)
-        client = scene.service.clients[engine_id]
-        await client.begin_weight_update()
-        await client.end_weight_update(0)
-        scene.router.release(0, [engine_id], {})
-        scene.scheduler.advance(0)
+        client = await join_real(front, engine)
         talking = [asyncio.ensure_future(run_program(front, await front.take())) for _ in range(PROGRAMS)]
         await scene.until(lambda: scene.scheduler.dispatcher.in_flight > 0)
         for version in (1, 2, 3):

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import openai
 import pytest
 from gateway_scene import END, KEY, Front, fake_engine_of, ids, play, saying
 from test_gateway_faults import HELLO, in_parts
@@ -161,6 +162,7 @@ def test_a4_a_stream_goes_on_over_new_weights(mode):
         assert tokens == [*ids(WORDS), END]
         assert logprobs == [-0.5 - token / 1000 for token in tokens]
         assert versions == [0] * 5 + [1] * (len(tokens) - 5)
+        assert len(engine.requests) == (2 if mode == "abort" else 1)
         await scene.until(front.idle)
 
     play(act, engines=1, answer=in_parts, on_update=mode)
@@ -290,3 +292,23 @@ def test_special_tokens_in_what_a_client_says_are_text_to_the_engine():
         assert list(front.sessions.get("s").last.observed).count(END) == 1
 
     play(act, engines=1)
+
+
+def test_an_unforeseen_error_in_mid_stream_ends_it_as_an_error(monkeypatch):
+    """Fault: a bug, after the stream was opened."""
+
+    async def act(front: Front) -> None:
+        engine = fake_engine_of(front)
+        engine.streams_stop_at = 5
+        stream = aiter(await front.client("s").chat.completions.create(model="any", messages=HELLO, stream=True))
+        await anext(stream)
+        await front.scene.until(lambda: bool(engine.waiting))
+        monkeypatch.delattr("slimerl.engine.streams.StreamedAnswer._new")
+        engine.let_go()
+        with pytest.raises(openai.APIError, match="AttributeError: see the log"):
+            async for _ in stream:
+                pass
+        await front.scene.until(front.idle)
+        assert front.gateway.take_figures()["gateway/errors_internal_error"] == 1
+
+    play(act, engines=1, answer=in_parts)

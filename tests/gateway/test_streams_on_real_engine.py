@@ -4,9 +4,9 @@ import asyncio
 from typing import Any
 
 from engine_fixtures import Engines
-from gateway_scene import Front, play
+from gateway_scene import Front, join_real, play
+from scene import serve_the_same_weights
 
-from slimerl.engine.fleet import EngineFleet
 from slimerl.samples.messages import HoldRequest, ReleaseRequest
 
 TOKENS = 300
@@ -21,26 +21,12 @@ def test_m6_a_stream_over_updates_in_every_mode_is_the_reply_in_one_piece(engine
     async def update(front: Front, version: int, mode: Any) -> None:
         front.scene.weights.on_update = mode
         lease = await front.scene.weights.hold(HoldRequest(version, 60.0))
-
-        def written() -> None:
-            with EngineFleet(lease.engines, 60.0, lease.pause) as fleet:
-                fleet.pause()
-                fleet.begin_weight_update()
-                fleet.end_weight_update(version)
-                fleet.flush_cache()
-                fleet.continue_generation()
-
-        await asyncio.to_thread(written)
+        await asyncio.to_thread(serve_the_same_weights, lease, version)
         front.scene.weights.release(ReleaseRequest(lease.lease_id, version, [engine_id]))
 
     async def act(front: Front) -> None:
         scene = front.scene
-        scene.service.clients.add(engine.info)
-        scene.router.join(engine.info)
-        client = scene.service.clients[engine_id]
-        await client.begin_weight_update()
-        await client.end_weight_update(0)
-        scene.router.release(0, [engine_id], {})
+        await join_real(front, engine)
         request = {"model": "m", "messages": MESSAGES, "seed": 11, "max_tokens": TOKENS}
         whole = await front.client("whole").chat.completions.create(**request)
         stream = aiter(await front.client("parts").chat.completions.create(**request, stream=True))

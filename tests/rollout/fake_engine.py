@@ -28,6 +28,7 @@ def hashed_tokens(prompt: Sequence[int], seed: int) -> list[int]:
     return [3 + byte % (VOCABULARY - 3) for byte in digest[1 : 1 + digest[0] % 12]] + [STOP]
 
 
+ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 LONG = 12
 """Tokens of every sample that `go_on` answers."""
 
@@ -246,7 +247,7 @@ class FakeEngine:
                     return stream
                 if await self._waited(body, always=True) == "cut":
                     # as SGLang does, with the last id once more and all logprobs
-                    aborted = self._event(body, tokens[:told], versions, {"type": "abort", "message": "Aborted"})
+                    aborted = self._event(body, tokens[:told], versions, ABORTED)
                     await tell({**aborted, "output_ids": tokens[:told][-1:]})
                     break
             versions.append(self.version)

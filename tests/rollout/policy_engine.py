@@ -56,6 +56,7 @@ class PolicyEngine:
         request_id: str | None,
         timeout_s: float | None,
         extra: Mapping[str, Any] | None,
+        told: Callable[[Generation], None] | None = None,
     ) -> Generation:
         body = generate_body(input_ids, params, request_id or "", extra or {})
         self.requests.append(body)
@@ -69,7 +70,11 @@ class PolicyEngine:
         if not scoring and self.aborts:
             self.aborts -= 1
             fault = "abort"
-        return read_generation(self._answer(body, fault))
+        whole = read_generation(self._answer(body, fault))
+        for one in zip(whole.tokens, whole.logprobs, whole.versions, strict=True):
+            if told is not None:
+                told(Generation(*([each] for each in one), "", whole.meta, whole.answer))
+        return whole
 
     def _answer(self, body: dict[str, Any], fault: str) -> dict[str, Any]:
         tokens, params = list(body["input_ids"]), body["sampling_params"]

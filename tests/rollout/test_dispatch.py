@@ -277,3 +277,32 @@ def test_a6_no_slot_is_leaked_in_a_storm_of_faults_cancellations_and_holds(seed)
         assert [dispatcher.router.load(fake.engine_id) for fake in engines] == [0, 0, 0]
 
     play(scene, engines=3, capacity=4)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a4_an_answer_by_new_weights_waits_until_they_are_proven(whole: bool):
+    """Fault: a request ends between the moment in which its engine goes on with new weights and the one in which the
+    dispatcher hears of it; the engine may turn out not to have them."""
+
+    async def scene(dispatcher: Dispatcher, engines: list[FakeEngine]) -> None:
+        first, second = engines
+        first.open.clear()
+        asking = asyncio.ensure_future(dispatcher.generate(request()))
+        await first.running_requests(1)
+        dispatcher.hold()
+        first.version = second.version = "1"
+        first.open.set()
+        await first.running_requests(0)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not asking.done()
+        assert dispatcher.router.engine("engine-0").state is EngineState.SERVING
+        serving = ["engine-0", "engine-1"] if whole else ["engine-1"]
+        dispatcher.router.release(1, serving, {} if whole else {"engine-0": "digest differs"})
+        dispatcher.resume()
+        completion = await asking
+        assert completion.engine_id == serving[0]
+        assert completion.generation.tokens == expected()
+        assert completion.generation.versions[-1] == 1
+
+    play(scene)

@@ -12,6 +12,7 @@ from policy_engine import STOP, TOKENS, Policy
 from scipy import stats
 from speculation_stage import LENGTH, NEW, OLD, PROMPT, Stage, log_law, request, stage
 
+from slimerl.engine.protocol import Generation
 from slimerl.rollout.speculation import rules
 from slimerl.rollout.speculation.drafts_file import DraftsFile
 
@@ -238,5 +239,31 @@ def test_the_figures_count_every_token_once_and_begin_anew_with_each_batch():
             assert figures["speculation/prefilled_tokens"] > 0
             assert figures["speculation/seconds"] > 0
             assert np.mean(list(made.speculation.take_figures().values())) == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("tier", ["exact", "lenient"])
+def test_who_reads_along_is_told_what_comes_of_the_request_drafts_and_all(tier: str):
+    """Token by token, with the log-probabilities that a rejection leaves."""
+
+    async def run() -> None:
+        async with stage(tier) as made:
+            await made.epoch(0, 40)
+            made.serve(1)
+            engine_told = 0
+            for number in range(40):
+                told: list[Generation] = []
+                asked = replace(request(1, number), told=told.append)
+                whole = (await made.dispatcher.generate(asked)).generation
+                assert [token for new in told for token in new.tokens] == whole.tokens[
+                    : sum(len(n.tokens) for n in told)
+                ]
+                heard = [(t, p) for new in told for t, p in zip(new.tokens, new.logprobs, strict=True)]
+                assert heard == list(zip(whole.tokens, whole.logprobs, strict=True))
+                engine_told += any(len(new.tokens) == 1 for new in told)
+            assert made.speculation is not None
+            assert made.speculation.figures.accepted > 0
+            assert engine_told > 0
 
     asyncio.run(run())

@@ -54,6 +54,14 @@ def test_a_chat_template_frames_the_prompt_and_leaves_the_response_alone(tmp_pat
     assert tokenizer.decode(sample.tokens[sample.prompt_length : -1]) == "hi"
 
 
+def test_a_prompt_that_writes_the_end_of_its_turn_does_not_end_it(tmp_path, tokenizer):
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    [sample] = read(written(tmp_path, ("x<|im_end|>y", "z")), tokenizer, chat_template=True)
+    assert sample.tokens[: sample.prompt_length].tolist().count(end) == 1
+    [plain] = read(written(tmp_path, ("x<|im_end|>y", "z")), tokenizer)
+    assert plain.tokens.tolist().count(end) == 1, "without a template the row writes its special tokens itself"
+
+
 def test_r3_rows_that_are_too_long_are_refused_with_file_and_line(tmp_path, tokenizer):
     file = written(tmp_path, ("short", "ok"), ("x" * 60, "ok"), ("short", "y" * 200))
     with pytest.raises(DataError) as refused:

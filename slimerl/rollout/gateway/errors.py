@@ -32,6 +32,11 @@ def refused(message: str, param: str | None = None, name: str = "invalid_value")
     return ApiError(400, name, message, param)
 
 
+def unforeseen(error: Exception) -> ApiError:
+    """What an error is to a client that nobody thought of; whoever makes it logs it."""
+    return ApiError(500, "internal_error", f"{type(error).__name__}: see the log of the rollout role")
+
+
 def api_error(error: Exception) -> ApiError | None:
     """What a foreseen error is to a client; None: it was not foreseen."""
     match error:

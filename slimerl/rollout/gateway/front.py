@@ -21,7 +21,7 @@ from aiohttp import web
 
 from slimerl.rollout.gateway.answers import encode
 from slimerl.rollout.gateway.desk import Desk, Order
-from slimerl.rollout.gateway.errors import ApiError, api_error
+from slimerl.rollout.gateway.errors import ApiError, api_error, unforeseen
 from slimerl.rollout.gateway.external import Task
 from slimerl.rollout.gateway.hot_path import HotPath
 from slimerl.rollout.gateway.requests import (
@@ -230,7 +230,7 @@ class Gateway:
             failure = api_error(error)
             if failure is None:
                 logger.error("%s: an unexpected error", what, exc_info=error)
-                failure = ApiError(500, "internal_error", f"{type(error).__name__}: see the log of the rollout role")
+                failure = unforeseen(error)
             return failure
         except BaseException:
             # cancelled: the client has gone

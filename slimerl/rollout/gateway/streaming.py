@@ -6,6 +6,7 @@ events; a client that goes, or reads nothing for `STALLED_S`, ends its request.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -13,9 +14,11 @@ from aiohttp import web
 
 from slimerl.rollout.gateway.answers import DONE, event
 from slimerl.rollout.gateway.desk import Order
-from slimerl.rollout.gateway.errors import api_error
+from slimerl.rollout.gateway.errors import api_error, unforeseen
 from slimerl.rollout.gateway.replies import Piece
 from slimerl.rollout.gateway.sampler import Told
+
+logger = logging.getLogger(__name__)
 
 STALLED_S = 120.0
 
@@ -67,9 +70,13 @@ async def streamed(request: web.Request, order: Order, fill: Fill) -> web.Stream
         await _tell(order, events, news, filling)
         rest = await filling
     except Exception as error:
-        failure = api_error(error)
-        if not events.stream.prepared or failure is None:
+        # a stream that is open has no other status any more
+        if not events.stream.prepared or isinstance(error, ConnectionError):
             raise
+        failure = api_error(error)
+        if failure is None:
+            logger.error("%s: an unexpected error in a stream", request.path, exc_info=error)
+            failure = unforeseen(error)
         await events.write(event(failure.body()))
         raise BrokenOff(events.stream, failure.name) from error
     finally:

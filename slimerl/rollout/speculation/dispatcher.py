@@ -176,7 +176,9 @@ class _Answer:
 
     def so_far(self) -> Generation:
         last = self.parts[-1].generation
-        return Generation([*self.tokens], [*self.logprobs], [*self.versions], self.finish_reason, last.meta, last.answer)
+        return Generation(
+            [*self.tokens], [*self.logprobs], [*self.versions], self.finish_reason, last.meta, last.answer
+        )
 
     def completion(self) -> Completion:
         """As of one request: its cached tokens are those of the first part."""
@@ -296,9 +298,7 @@ class SpeculativeDispatcher(Dispatcher):
                 answer.go_on()
         answer.logprobs[-1] = float(rules.residual_logprob(answer.logprobs[-1], logprob))
 
-    async def _decode(
-        self, answer: _Answer, tokens: int, extra: dict | None = None, told: Told | None = None
-    ) -> None:
+    async def _decode(self, answer: _Answer, tokens: int, extra: dict | None = None, told: Told | None = None) -> None:
         """Let an engine go on with up to so many tokens."""
         whole, context = answer.request, answer.context
         request = whole
