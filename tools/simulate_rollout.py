@@ -81,6 +81,7 @@ def run(options: argparse.Namespace) -> list[Goal]:
     regime = Regime(options.groups, 0, options.steps, options.train_s)
     what, goals = options.what, options.what == "goals"
     found: list[Goal] = []
+    plans: Sequence[Plan]
     if what in ("goals", "r3", "makespan"):
         plans = MAKESPAN_PLANS if what == "makespan" else (MAKESPAN_PLANS[0], *MAKESPAN_PLANS[-3:])
         found += compare_makespans(options, plans)

@@ -174,7 +174,7 @@ class Gateway:
 
     async def _whole(self, name: str, body: GenerateBody) -> tuple[int, bytes]:
         given = await self._guarded("/generate", self._generated(name, body))
-        return self._told(given) if isinstance(given, ApiError) else (200, given)
+        return self._status(given) if isinstance(given, ApiError) else (200, given)
 
     async def _generated(self, name: str, body: GenerateBody) -> bytes:
         order = await self.desk.generate(name, body)
@@ -187,9 +187,9 @@ class Gateway:
             self.open_requests -= 1
 
     async def _refused(self, error: ApiError) -> tuple[int, bytes]:
-        return self._told(error)
+        return self._status(error)
 
-    def _told(self, error: ApiError) -> tuple[int, bytes]:
+    def _status(self, error: ApiError) -> tuple[int, bytes]:
         self.counts[f"errors_{error.name}"] += 1
         return error.status, encode(error.body())
 
@@ -238,8 +238,8 @@ class Gateway:
             raise
 
     def _failed(self, error: ApiError) -> web.Response:
-        self.counts[f"errors_{error.name}"] += 1
-        return _json(error.body(), error.status)
+        status, body = self._status(error)
+        return web.Response(status=status, body=body, content_type="application/json")
 
 
 def _bearer(request: web.Request) -> str:
@@ -262,8 +262,8 @@ def _nobody() -> None:
     """Nobody reads along."""
 
 
-def _json(body: dict[str, Any], status: int = 200) -> web.Response:
-    return web.Response(status=status, body=encode(body), content_type="application/json")
+def _json(body: dict[str, Any]) -> web.Response:
+    return web.Response(body=encode(body), content_type="application/json")
 
 
 @asynccontextmanager
