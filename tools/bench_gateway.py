@@ -15,125 +15,15 @@ a process of its own; its CPU time is what the operating system counted. Rows:
 
 import argparse
 import asyncio
-import itertools
-import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
 import msgspec
 import uvloop
-from aiohttp import web
+from bench_gateway_server import KEY, REQUEST_S, ROWS, VOCABULARY, server
 from bench_router_http import cpu_s, mock_engines, spread_ids
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-from slimerl.engine.protocol import SamplingParams
-from slimerl.rollout.dispatch import Dispatcher
-from slimerl.rollout.engines import EngineClients
-from slimerl.rollout.full_collections import defer_full_collections
-from slimerl.rollout.gateway.desk import Desk
-from slimerl.rollout.gateway.external import ExternalAgents
-from slimerl.rollout.gateway.front import Gateway, listening
-from slimerl.rollout.gateway.sampler import TurnSampler
-from slimerl.rollout.gateway.sessions import Sessions
-from slimerl.rollout.gateway.text import ModelText
-from slimerl.rollout.kv_router import KvRouter
-from slimerl.rollout.parts import Parts
-from slimerl.samples.messages import EngineInfo
-
-KEY = "bench"
-VOCABULARY = 260
-REQUEST_S = 120.0
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-ROWS = ("bare handler", "pass-through", "generate", "chat", "chat, streamed")
-
-
-# --- servers
-
-
-def model_text(model: str) -> ModelText:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    if model:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        return ModelText(tokenizer, (tokenizer.eos_token_id,))
-    special = ["<eos>", "<|im_start|>", "<|im_end|>"]
-    words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    plain = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
-    plain.add_special_tokens(special)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>")
-    tokenizer.chat_template = CHATML
-    return ModelText(tokenizer, (0, 2))
-
-
-async def serve_gateway(model: str, urls: list[str]) -> None:
-    router = KvRouter(1 << 30)
-    clients = EngineClients(REQUEST_S)
-    for number, url in enumerate(urls):
-        info = EngineInfo(str(number), url, "", 1)
-        clients.add(info)
-        router.join(info)
-    router.release(0, [str(number) for number in range(len(urls))], {})
-    external = ExternalAgents(Sessions(), REQUEST_S)
-    parts = Parts(SamplingParams(1 << 20), 0)
-    sampler = TurnSampler(Dispatcher(router, clients, REQUEST_S), external.sessions, parts, 1 << 20, REQUEST_S)
-    gateway = Gateway(KEY, Desk(external, sampler, model_text(model), 1.0, "bench"), {})
-    async with listening(gateway, "127.0.0.1", 0, 0.1) as url:
-        defer_full_collections()
-        print(url, flush=True)
-        await asyncio.Event().wait()
-
-
-async def serve_plain(urls: list[str], new_tokens: int) -> None:
-    """`urls`: hands bodies on to them in turn; none: answers by itself."""
-    ids = list(range(new_tokens))
-    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, each, None] for each in ids]}
-    answer = msgspec.json.encode({"output_ids": ids, "meta_info": meta})
-    turns = itertools.cycle(urls)
-    session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-
-    async def handle(request: web.Request) -> web.Response:
-        body = await request.read()
-        if not urls:
-            return web.Response(body=answer, content_type="application/json")
-        async with session.post(f"{next(turns)}/generate", data=body) as response:
-            return web.Response(body=await response.read(), content_type="application/json")
-
-    application = web.Application(client_max_size=1 << 26)
-    application.add_routes([web.post("/generate", handle)])
-    runner = web.AppRunner(application, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
-    await asyncio.Event().wait()
-
-
-@contextmanager
-def server(row: str, options: argparse.Namespace, urls: list[str]) -> Iterator[tuple[str, int]]:
-    """Its URL and process id."""
-    command = [sys.executable, __file__, "--serve", row, "--model", options.model, "--new", str(options.new)]
-    process = subprocess.Popen(
-        [*command, "--urls", *urls], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()}
-    )
-    try:
-        url = process.stdout.readline().strip() if process.stdout else ""
-        if not url:
-            raise RuntimeError(f"the server of row '{row}' ended with {process.wait()} before it was ready")
-        yield url, process.pid
-    finally:
-        process.terminate()
-        process.wait()
-
 
 # --- load
 
@@ -212,14 +102,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--urls", nargs="*", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        plain = options.serve in ROWS[:2]
-        serving = serve_plain(options.urls, options.new) if plain else serve_gateway(options.model, options.urls)
-        uvloop.run(serving)
-        return
     requests = options.conversations * options.turns
     print(f"{requests} requests, {options.concurrency} at once, {options.repeat} times; CPU us per request")
     with mock_engines(4, 0.0, "--vocabulary", str(VOCABULARY)) as urls:
@@ -228,7 +111,7 @@ def main() -> None:
                 continue
             found = []
             for _ in range(options.repeat):
-                with server(row, options, urls if row != ROWS[0] else []) as (url, pid):
+                with server(row, urls if row != ROWS[0] else [], options.model, options.new) as (url, pid):
                     found.append(uvloop.run(measure(row, url, pid, options)))
             cpu = [each for each, _ in found]
             wait = statistics.median(each for _, each in found)

@@ -1,12 +1,14 @@
 """Routers behind HTTP side by side: hit rate against an oracle, spread of requests, CPU time per request.
 
-    python tools/bench_router_http.py                                  # sglang-router 0.3.2 and smg 1.13.0
+    python tools/bench_router_http.py                # the gateway, sglang-router 0.3.2 and smg 1.13.0, on one trace
+    python tools/bench_router_http.py --shape skewed --concurrency 32 --only cache_aware
     python tools/bench_router_http.py --url http://127.0.0.1:30000 --pid 1234    # any router that runs already
 
 Mock engines run in another process (bench_router_mock.py). Each peer is installed into a virtual environment of its own
-under --cache, never into this one. CPU time is what the operating system counted for the router's processes.
-`direct` rows need no router: the client chooses, by round robin or by the KV-aware router in process, so that their
-routing is compared on the same requests; their time is that of the decisions alone.
+under --cache, never into this one. CPU time is what the operating system counted for the router's processes; ratios are
+of rows of one run. `gateway` is slimerl's, whole: keyed by session, sent ids, recording every turn; the peers are sent
+text, which they route by. `direct` rows need no router: the client chooses, by round robin or by the KV-aware router
+in process; their time is that of the decisions alone.
 """
 
 import argparse
@@ -16,17 +18,21 @@ import socket
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from time import perf_counter
+from statistics import median
+from time import perf_counter, thread_time
 from typing import Any
 from zlib import crc32
 
 import aiohttp
 import msgspec
 import psutil
+from bench_gateway_server import KEY, VOCABULARY, server
+from bench_goals import Goal, judged
 
 from slimerl.resilience.deadline import Deadline
 from slimerl.rollout.kv_router import KvRouter
@@ -35,10 +41,13 @@ from slimerl.samples.messages import EngineInfo
 from slimerl.simulation.rollout_routers import RoundRobin
 from slimerl.simulation.rollout_run import end_slot
 from slimerl.simulation.rollout_scenarios import CONCURRENCIES, ROUTING_SHAPES
-from slimerl.simulation.rollout_trace import Conversation, Trace, draw_trace
+from slimerl.simulation.rollout_trace import Conversation, Shape, Trace, draw_trace
 
 START_S = 60.0
 REQUEST_S = 120.0
+GATEWAY, REFERENCE = "gateway", "sglang-router cache_aware"
+GOAL_CPU, GOAL_HIT, GOAL_SPREAD = 0.5, 0.99, 1.10
+"""R1: of the reference's CPU time; R2: of the oracle's hit rate, and requests of the busiest engine over the mean."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,17 @@ PEERS = (*_peers("cache_aware"), *_peers("round_robin"))
 
 
 @dataclass(frozen=True)
+class Target:
+    """What a run is sent to: a router's `url`, or engines that `router` chooses in process. `key`: of a gateway, which
+    is sent ids."""
+
+    url: str | None = None
+    pid: int | None = None
+    router: Router | None = None
+    key: str = ""
+
+
+@dataclass(frozen=True)
 class Outcome:
     requests: tuple[int, ...]
     """By engine."""
@@ -74,6 +94,27 @@ class Outcome:
     @property
     def spread(self) -> float:
         return max(self.requests) * len(self.requests) / sum(self.requests)
+
+    @property
+    def over_oracle(self) -> float:
+        return self.hit_rate / self.oracle
+
+
+@dataclass(frozen=True)
+class Row:
+    router: str
+    shape: str
+    concurrency: int
+    outcome: Outcome
+
+    def __str__(self) -> str:
+        one = self.outcome
+        cpu = f"{one.cpu_us:.0f}" if one.cpu_us is not None else "-"
+        requests = f"{min(one.requests)}..{max(one.requests)}"
+        return (
+            f"{self.router:<28}{self.concurrency:>8}{one.hit_rate:>8.4f}{one.over_oracle:>9.4f}{requests:>12}"
+            f"{one.spread:>9.3f}{cpu:>8}{one.seconds:>7.1f}"
+        )
 
 
 # --- processes
@@ -156,6 +197,7 @@ class Client:
 
     session: aiohttp.ClientSession
     as_text: bool
+    key: str
     choose: Callable[[Query], tuple[str, Callable[[int], None]]]
     """For a query: the URL, and what to call with the number of generated tokens once it is answered."""
 
@@ -185,7 +227,7 @@ class Client:
             body["text"] = " ".join(map(str, ids))
         else:
             body["input_ids"] = ids
-        headers = {"content-type": "application/json", "x-session-id": session}
+        headers = {"content-type": "application/json", "x-session-id": session, "authorization": f"Bearer {self.key}"}
         data = msgspec.json.encode(body)
         async with self.session.post(f"{url}/generate", data=data, headers=headers) as response:
             answer = await response.read()
@@ -200,17 +242,17 @@ def spread_ids(key: str, count: int) -> list[int]:
     return [(first * 31 + position * 7919) % 150_000 for position in range(count)]
 
 
-async def measure(
-    trace: Trace, concurrency: int, urls: list[str], url: str | None, pid: int | None, router: Router | None, text: bool
-) -> Outcome:
-    """One run of a trace, from empty caches. `router`: chooses in process where there is no `url`."""
+async def measure(trace: Trace, concurrency: int, urls: list[str], target: Target, as_text: bool) -> Outcome:
+    """One run of a trace, from empty caches."""
     timeout = aiohttp.ClientTimeout(total=REQUEST_S)
     connector = aiohttp.TCPConnector(limit=0)
+    pid = target.pid
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        await _until_healthy(session, url or urls[0])
+        await _until_healthy(session, target.url or urls[0])
         await (await session.post(f"{urls[0]}/mock/reset")).read()
         chosen_in = [0.0]
-        client = Client(session, text, _chooser(url, urls, router, chosen_in))
+        choose = _chooser(target.url, urls, target.router, chosen_in)
+        client = Client(session, as_text and not target.key, target.key, choose)
         before, start = cpu_s(pid) if pid else 0.0, perf_counter()
         await client.run(trace, concurrency)
         seconds = perf_counter() - start
@@ -237,17 +279,17 @@ def _chooser(
     router.release(0, [str(number) for number in range(len(urls))], {})
 
     def choose(query: Query) -> tuple[str, Callable[[int], None]]:
-        start = perf_counter()
+        start = thread_time()
         engine_id = router.route(query)
         if engine_id is None:
             raise RuntimeError("no engine has room")
         slot = router.reserve(engine_id, query)
-        spent_s[0] += perf_counter() - start
+        spent_s[0] += thread_time() - start
 
         def done(generated: int) -> None:
-            start = perf_counter()
+            start = thread_time()
             end_slot(router, slot, generated)
-            spent_s[0] += perf_counter() - start
+            spent_s[0] += thread_time() - start
 
         return urls[int(engine_id)], done
 
@@ -270,56 +312,90 @@ async def _until_healthy(session: aiohttp.ClientSession, url: str) -> None:
 # --- the table
 
 
-def main() -> None:
+def main() -> int:
+    options = read_options()
+    shape = next(one for one in ROUTING_SHAPES if one.name == options.shape)
+    return judged(goals(compare(options, shape, options.concurrency, options.only)))
+
+
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Default: of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="measure the router that runs here, instead of the peers")
     parser.add_argument("--pid", type=int, help="its process, for its CPU time")
+    parser.add_argument("--key", default="", help="its key, where it is a gateway")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "slimerl" / "routers")
     parser.add_argument("--shape", choices=[shape.name for shape in ROUTING_SHAPES], default="design")
     parser.add_argument("--concurrency", type=int, nargs="*", default=CONCURRENCIES)
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--time-scale", type=float, default=0.02)
     parser.add_argument("--ids", action="store_true", help="send input_ids; text otherwise, which the peers route by")
-    parser.add_argument("--only", default="", help="rows whose name contains this")
-    options = parser.parse_args()
-    shape = next(one for one in ROUTING_SHAPES if one.name == options.shape)
+    parser.add_argument("--only", nargs="*", default=[""], help="rows whose name contains one of these")
+    return parser.parse_args(arguments)
+
+
+def compare(options: argparse.Namespace, shape: Shape, concurrencies: Sequence[int], only: Sequence[str]) -> list[Row]:
+    """Measure and print rows whose name contains one of `only`."""
     trace = draw_trace(shape, 0)
     options.cache.mkdir(parents=True, exist_ok=True)
-    print(f"{shape.name}: {trace.requests} requests on {options.engines} mock engines")
+    print(f"\n{shape.name}: {trace.requests} requests on {options.engines} mock engines behind HTTP")
     print(f"{'router':<28}{'at once':>8}{'hit':>8}{'/oracle':>9}{'requests':>12}{'max/mean':>9}{'CPU us':>8}{'s':>7}")
-    with mock_engines(options.engines, options.time_scale) as urls:
-        for concurrency in options.concurrency:
-            for name, outcome in _outcomes(options, trace, concurrency, urls):
-                cpu = f"{outcome.cpu_us:.0f}" if outcome.cpu_us is not None else "-"
-                least, most = min(outcome.requests), max(outcome.requests)
-                print(
-                    f"{name:<28}{concurrency:>8}{outcome.hit_rate:>8.4f}{outcome.hit_rate / outcome.oracle:>9.4f}"
-                    f"{f'{least}..{most}':>12}{outcome.spread:>9.3f}{cpu:>8}{outcome.seconds:>7.1f}",
-                    flush=True,
-                )
+    rows = []
+    with mock_engines(options.engines, options.time_scale, "--vocabulary", str(VOCABULARY)) as urls:
+        for concurrency in concurrencies:
+            for name, make in _targets(options, trace, urls):
+                if not any(each in name for each in only):
+                    continue
+                with make() as target:
+                    outcome = asyncio.run(measure(trace, concurrency, urls, target, not options.ids))
+                rows.append(Row(name, shape.name, concurrency, outcome))
+                print(rows[-1], flush=True)
+    return rows
 
 
-def _outcomes(
-    options: argparse.Namespace, trace: Trace, concurrency: int, urls: list[str]
-) -> Iterator[tuple[str, Outcome]]:
-    def run(url: str | None, pid: int | None, router: Router | None) -> Outcome:
-        return asyncio.run(measure(trace, concurrency, urls, url, pid, router, not options.ids))
+def _targets(
+    options: argparse.Namespace, trace: Trace, urls: list[str]
+) -> list[tuple[str, Callable[[], AbstractContextManager[Target]]]]:
+    """By name, each to be started."""
 
-    direct: tuple[tuple[str, Router], ...] = (
-        ("direct, round robin", RoundRobin(1 << 30)),
-        ("direct, KV-aware", KvRouter(1 << 30, trace.siblings)),
-    )
-    for name, router in direct:
-        if options.only in name:
-            yield name, run(None, None, router)
+    @contextmanager
+    def gateway() -> Iterator[Target]:
+        with server("generate", urls) as (url, pid):
+            yield Target(url, pid, key=KEY)
+
+    @contextmanager
+    def peer(one: Peer) -> Iterator[Target]:
+        with running(one, urls, options.cache) as (url, pid):
+            yield Target(url, pid)
+
+    direct: list[tuple[str, Callable[[], AbstractContextManager[Target]]]] = [
+        ("direct, round robin", lambda: nullcontext(Target(router=RoundRobin(1 << 30)))),
+        ("direct, KV-aware", lambda: nullcontext(Target(router=KvRouter(1 << 30, trace.siblings)))),
+    ]
     if options.url:
-        yield options.url, run(options.url, options.pid, None)
-        return
-    for peer in PEERS:
-        if options.only in peer.name:
-            with running(peer, urls, options.cache) as (url, pid):
-                yield peer.name, run(url, pid, None)
+        return [*direct, (options.url, lambda: nullcontext(Target(options.url, options.pid, key=options.key)))]
+    return [*direct, (GATEWAY, gateway), *((one.name, partial(peer, one)) for one in PEERS)]
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """Of the rows that were measured: R1 over all concurrencies of a trace, R2 for each."""
+    found = []
+    reference = {(row.shape, row.concurrency): row.outcome.cpu_us for row in rows if row.router == REFERENCE}
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        if row.router != GATEWAY:
+            continue
+        one, name = row.outcome, f"R2 {row.shape} over HTTP, {row.concurrency} at once"
+        found.append(Goal(f"{name}: hit rate / oracle", one.over_oracle, GOAL_HIT, at_least=True))
+        found.append(Goal(f"{name}: max/mean requests", one.spread, GOAL_SPREAD))
+        beside = reference.get((row.shape, row.concurrency))
+        if beside and one.cpu_us:
+            ratios.setdefault(row.shape, []).append(one.cpu_us / beside)
+    return found + [
+        Goal(f"R1 {shape}: CPU of the gateway / {REFERENCE} (median)", median(each), GOAL_CPU)
+        for shape, each in ratios.items()
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -153,13 +153,15 @@ def _generation(answer: dict[str, Any]) -> Generation:
     if isinstance(finish, dict) and finish.get("length") == 0:
         pairs = []  # a request for no token that was batched with others has the logprob of one it does not have
     try:
-        tokens, logprobs = [int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs]
+        tokens, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+        if not (set(map(type, tokens)) <= {int} and set(map(type, logprobs)) <= {float}):
+            tokens, logprobs = [int(token) for token in tokens], [float(logprob) for logprob in logprobs]
     except (IndexError, TypeError, ValueError) as error:
         # a server whose weights hold NaN answers with null
         raise ProtocolError(
             f"/generate answered a token without a log-probability ({error}): {str(pairs)[:300]}"
         ) from None
-    if list(answer.get("output_ids") or []) != tokens:
+    if (answer.get("output_ids") or []) != tokens:
         raise ProtocolError(
             f"/generate answered {len(answer.get('output_ids') or [])} output_ids, but logprobs of {len(tokens)} tokens"
         )

@@ -270,8 +270,7 @@ class Dispatcher:
     def _release(self, slot: Reservation, generated: int = 0) -> None:
         self.router.end(slot, generated)
         self.in_flight -= 1
-        serving = [one.engine_id for one in self.router.engines() if one.state is EngineState.SERVING]
-        self._figures.given_back(slot.engine_id, serving)
+        self._figures.given_back(slot.engine_id, self.router.serving())
         if not self.in_flight:
             self._idle.set()
         self.refresh()

@@ -10,7 +10,7 @@ Invariants: those of `router`; KV of other weights is never counted as cached; m
 `prefix_index`); what a request adds to its engine ends with its reservation.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -46,6 +46,10 @@ WORTH = 0.005
 clumping on one engine."""
 
 
+_OPENING = "opening "
+"""Before the key of its last block: the name of a group that nobody has named."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """What was found out when a query was routed, for its reservation."""
@@ -55,6 +59,8 @@ class _Plan:
     keys: list[int]
     cached: dict[int, int]
     """Prompt tokens that are cached, by slot."""
+    group: str
+    """The query's; of one that names none, sessions that open with the same prompt are siblings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,10 @@ class KvRouter:
     def engines(self) -> list[EngineInfo]:
         return [self._seen(info) for info in self._roster.engines()]
 
+    def serving(self) -> Sequence[str]:
+        """Engines in service, but for those that are drained."""
+        return [name for name, seat in self._seats.items() if seat.serving]
+
     def reasons(self) -> dict[str, str]:
         """Why each engine that is out of service is so."""
         reasons = self._roster.reasons()
@@ -195,10 +205,10 @@ class KvRouter:
         self._index.insert(seat.slot, self.version, plan.keys)
         if query.session:
             if session is None:
-                self._place(query.group, seat)
+                self._place(plan.group, seat)
             elif session.seat is not seat:
                 self.moves += 1
-            session = self._memory.sent(query.session, query.group, plan.keys, seat)
+            session = self._memory.sent(query.session, plan.group, plan.keys, seat)
             session.version, session.held, session.shared = self.version, plan.prompt, shared
         return reservation
 
@@ -259,13 +269,13 @@ class KvRouter:
                 costs[self._seats[engine_id].slot] = np.inf
         if session is not None and session.seat is not None and not session.seat.gone:
             return self._for_session(session, session.seat, costs, plan)
-        group = self._memory.group(query.group) if query.group else None
+        group = self._memory.group(plan.group) if plan.group else None
         if group is not None:
             home = self._home(group, costs, plan)
             if home is not None:
                 return home
         if not self._saturated():
-            fleet.only_fair(costs, self._cap() if query.group else 1)
+            fleet.only_fair(costs, self._cap() if plan.group else 1)
         return fleet.least(costs)
 
     def _home(self, group: Group, costs: np.ndarray, plan: _Plan) -> Seat | None:
@@ -341,7 +351,7 @@ class KvRouter:
 
     def _plan_of(self, query: Query, session: Session | None) -> _Plan:
         if query.tokens is None:
-            return _Plan(query, 0, [], {})
+            return _Plan(query, 0, [], {}, query.group)
         prompt = len(query.tokens)
         group = self._memory.group(query.group) if session is None and query.group else None
         known = session.keys if session is not None else group.keys if group is not None else ()
@@ -354,7 +364,10 @@ class KvRouter:
             whole = before <= found.get(slot, 0) and keys[:before][-1:] == session.keys[-1:]
             if whole and not session.seat.gone and session.held <= prompt:
                 cached[slot] = max(cached.get(slot, 0), session.held)
-        return _Plan(query, prompt, keys, cached)
+        name = session.group if session is not None else query.group
+        if session is None and not name and query.session and keys:
+            name = f"{_OPENING}{keys[-1]}"
+        return _Plan(query, prompt, keys, cached, name)
 
     # --- states
 

@@ -6,7 +6,7 @@ is made at dispatch and ended exactly once (finish, abort, disconnect), also whe
 engine comes (back) into service only by a verified weight update (`release`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -70,6 +70,8 @@ class Router(Protocol):
     def engine(self, engine_id: str) -> EngineInfo: ...
 
     def engines(self) -> list[EngineInfo]: ...
+
+    def serving(self) -> Sequence[str]: ...
 
     def reasons(self) -> dict[str, str]: ...
 
@@ -175,6 +177,10 @@ class LeastLoaded:
 
     def engines(self) -> list[EngineInfo]:
         return [engine.info for engine in self._engines.values()]
+
+    def serving(self) -> Sequence[str]:
+        """Engines in service."""
+        return [name for name, engine in self._engines.items() if engine.info.state is EngineState.SERVING]
 
     def reasons(self) -> dict[str, str]:
         """Why each engine that is out of service is so."""

@@ -206,3 +206,15 @@ def test_a_prefill_under_way_is_waited_for_only_as_long_as_it_takes() -> None:
     assert costs[slot] == pytest.approx(30_000 / MODEL.prefill_tokens_per_s)
     time = 10.0
     assert router._fleet.costs(0, 0)[slot] == 0.0
+
+
+def test_sessions_that_open_with_the_same_prompt_are_siblings_though_nobody_says_so() -> None:
+    router = serving(4)
+    homes: list[set[str]] = []
+    for group in range(1, 17):
+        slots = [send(router, f"{group}.{sibling}", tokens=prompt(group, 1024)) for sibling in range(8)]
+        homes.append({slot.engine_id for slot in slots})
+        for slot in slots:
+            router.end(slot)
+    assert all(len(engines) == 1 for engines in homes)
+    assert Counter(name for engines in homes for name in engines) == {f"e{number}": 4 for number in range(4)}

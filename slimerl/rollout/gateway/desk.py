@@ -6,17 +6,19 @@ stands there.
 """
 
 import asyncio
+import struct
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 
 from slimerl.rollout.gateway.answers import Answer, ChatShape, CompletionShape, GenerateShape, Shape
 from slimerl.rollout.gateway.conversation import Message, digests, frame_digest, read_messages
 from slimerl.rollout.gateway.errors import ApiError, refused
 from slimerl.rollout.gateway.external import ExternalAgents, Task
-from slimerl.rollout.gateway.replies import Piece, Reply
+from slimerl.rollout.gateway.replies import Decode, Piece, Reply
 from slimerl.rollout.gateway.requests import (
     ChatBody,
     CompletionBody,
@@ -104,7 +106,7 @@ class Desk:
         if not prompt:
             raise refused("the prompt is empty", "prompt")
         session, task = self._session(name)
-        ids = array("i") if isinstance(prompt, str) else array("i", prompt)
+        ids = array("i") if isinstance(prompt, str) else _packed(prompt)
         flat: str | bytes = prompt if isinstance(prompt, str) else ids.tobytes()
         parent, covered = session.match_flat(flat)
         if isinstance(prompt, str):
@@ -112,6 +114,8 @@ class Desk:
         else:
             observed = ids[covered // ids.itemsize :]
         answer = self._answer(kind, wanted, answer_id)
+        if isinstance(shape, GenerateShape) and not (wanted.stops or wanted.stream or isinstance(prompt, str)):
+            answer.reply.decode = partial(_text_of_engine, answer, self.text.decode)
 
         def tell(turn: Turn) -> None:
             if isinstance(flat, str):
@@ -119,7 +123,8 @@ class Desk:
             else:
                 session.tell_flat(turn, flat + turn.tokens.tobytes())
 
-        return Order(Place(session, task, parent, observed, b""), answer, shape, tell)
+        context = None if isinstance(prompt, str) else tuple(prompt)
+        return Order(Place(session, task, parent, observed, b"", context), answer, shape, tell)
 
     async def fill(self, order: Order, told: Told) -> list[Piece]:
         """Have an order sampled and recorded; what of the reply was not told until then.
@@ -167,3 +172,17 @@ class Desk:
         if not self.text.takes_long(text):
             return array("i", self.text.encode(text, special))
         return array("i", await asyncio.to_thread(self.text.encode, text, special))
+
+
+def _text_of_engine(answer: Answer, decode: Decode, tokens: Sequence[int]) -> str:
+    """Of a reply that one engine gave whole: the text as it gave that, too, if it did."""
+    whole = answer.parts[0] if len(answer.parts) == 1 else None
+    given = whole.answer.get("text") if whole is not None and whole.tokens == tokens else None
+    return given if isinstance(given, str) and given else decode(tokens)
+
+
+def _packed(ids: list[int]) -> "array[int]":
+    """In less than half of the time that `array` takes for a list."""
+    packed = array("i")
+    packed.frombytes(struct.pack(f"{len(ids)}i", *ids))
+    return packed

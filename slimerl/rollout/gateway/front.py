@@ -8,13 +8,14 @@ is answered, but not recorded. `POST /v1/sessions` gives a task: one sample of t
 `POST /v1/sessions/SESSION/finish` ends it. This module translates; what is decided is decided in the parts it holds.
 """
 
+import asyncio
 import hmac
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -22,6 +23,7 @@ from slimerl.rollout.gateway.answers import encode
 from slimerl.rollout.gateway.desk import Desk, Order
 from slimerl.rollout.gateway.errors import ApiError, api_error, unforeseen
 from slimerl.rollout.gateway.external import Task
+from slimerl.rollout.gateway.hot_path import HotPath
 from slimerl.rollout.gateway.requests import (
     ChatBody,
     CompletionBody,
@@ -39,6 +41,7 @@ MAX_REQUEST_BYTES = 64 * 2**20
 MAX_NAME = 256
 """Characters of a session's name."""
 
+Given = TypeVar("Given")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -156,61 +159,111 @@ class Gateway:
             self.counts[f"errors_{ended.name}"] += 1
             return ended.stream
 
+    # --- without the framework
+
+    def at_once(self, authorization: str, session: str, data: bytes) -> Coroutine[Any, Any, tuple[int, bytes]] | None:
+        """What `_generate` and its guard do, for `hot_path`: status and body; None: the answer would be a stream."""
+        try:
+            key, _, named = _credentials(authorization).partition(":")
+            self._admit(key)
+            name = _checked_name(session or named)
+            body = read_body(data, GenerateBody)
+        except ApiError as error:
+            return self._refused(error)
+        return None if body.stream else self._whole(name, body)
+
+    async def _whole(self, name: str, body: GenerateBody) -> tuple[int, bytes]:
+        given = await self._guarded("/generate", self._generated(name, body))
+        return self._status(given) if isinstance(given, ApiError) else (200, given)
+
+    async def _generated(self, name: str, body: GenerateBody) -> bytes:
+        order = await self.desk.generate(name, body)
+        self.open_requests += 1
+        self.counts["requests"] += 1
+        try:
+            await self.desk.fill(order, _nobody)
+            return encode(order.shape.whole(order.answer))
+        finally:
+            self.open_requests -= 1
+
+    async def _refused(self, error: ApiError) -> tuple[int, bytes]:
+        return self._status(error)
+
+    def _status(self, error: ApiError) -> tuple[int, bytes]:
+        self.counts[f"errors_{error.name}"] += 1
+        return error.status, encode(error.body())
+
     # --- who asks
 
     def _session(self, request: web.Request) -> str:
         """Name of the request's session; empty: none. Raises ApiError."""
-        name = request.headers.get(SESSION_HEADER) or _bearer(request).partition(":")[2]
-        if len(name) > MAX_NAME:
-            raise ApiError(400, "invalid_session", f"a session's name has at most {MAX_NAME} characters")
-        return name
+        return _checked_name(request.headers.get(SESSION_HEADER) or _bearer(request).partition(":")[2])
+
+    def _admit(self, key: str) -> None:
+        """Raises ApiError."""
+        if not hmac.compare_digest(key.encode(), self.key.encode()):
+            raise ApiError(401, "invalid_api_key", "the key is missing or wrong; it stands in the run's gateway.json")
+        if self.stopping:
+            raise ApiError(503, "shutting_down", "the run is ending")
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The key first; then every error takes OpenAI's shape, and is counted under its name."""
-        if request.path != "/health":
-            given = _bearer(request).partition(":")[0]
-            if not hmac.compare_digest(given.encode(), self.key.encode()):
-                return self._failed(
-                    ApiError(401, "invalid_api_key", "the key is missing or wrong; it stands in the run's gateway.json")
-                )
-            if self.stopping:
-                return self._failed(ApiError(503, "shutting_down", "the run is ending"))
         try:
-            return await handler(request)
+            if request.path != "/health":
+                self._admit(_bearer(request).partition(":")[0])
+        except ApiError as error:
+            return self._failed(error)
+        given = await self._guarded(f"{request.method} {request.path}", handler(request))
+        return self._failed(given) if isinstance(given, ApiError) else given
+
+    async def _guarded(self, what: str, answering: Awaitable[Given]) -> Given | ApiError:
+        try:
+            return await answering
         except web.HTTPException as error:
             name = "unknown_path" if error.status in (404, 405) else "refused"
-            return self._failed(ApiError(error.status, name, f"{request.method} {request.path}: {error}"))
+            return ApiError(error.status, name, f"{what}: {error}")
         except ConnectionError:
             self.counts["disconnected"] += 1
             raise
         except Exception as error:
             failure = api_error(error)
             if failure is None:
-                logger.error("%s: an unexpected error", request.path, exc_info=error)
+                logger.error("%s: an unexpected error", what, exc_info=error)
                 failure = unforeseen(error)
-            return self._failed(failure)
+            return failure
         except BaseException:
             # cancelled: the client has gone
             self.counts["disconnected"] += 1
             raise
 
     def _failed(self, error: ApiError) -> web.Response:
-        self.counts[f"errors_{error.name}"] += 1
-        return _json(error.body(), error.status)
+        status, body = self._status(error)
+        return web.Response(status=status, body=body, content_type="application/json")
 
 
 def _bearer(request: web.Request) -> str:
-    kind, _, value = request.headers.get("Authorization", "").partition(" ")
+    return _credentials(request.headers.get("Authorization", ""))
+
+
+def _credentials(authorization: str) -> str:
+    kind, _, value = authorization.partition(" ")
     return value.strip() if kind.lower() == "bearer" else ""
+
+
+def _checked_name(session: str) -> str:
+    """Raises ApiError."""
+    if len(session) > MAX_NAME:
+        raise ApiError(400, "invalid_session", f"a session's name has at most {MAX_NAME} characters")
+    return session
 
 
 def _nobody() -> None:
     """Nobody reads along."""
 
 
-def _json(body: dict[str, Any], status: int = 200) -> web.Response:
-    return web.Response(status=status, body=encode(body), content_type="application/json")
+def _json(body: dict[str, Any]) -> web.Response:
+    return web.Response(body=encode(body), content_type="application/json")
 
 
 @asynccontextmanager
@@ -221,9 +274,16 @@ async def listening(gateway: Gateway, host: str, port: int, grace_s: float) -> A
     """
     runner = web.AppRunner(gateway.application(), access_log=None, shutdown_timeout=grace_s, handler_cancellation=True)
     await runner.setup()
+    if runner.server is None:
+        raise RuntimeError("aiohttp's runner has no server after its setup")
+    hot = HotPath(gateway.at_once, runner.server, MAX_REQUEST_BYTES)
     try:
-        await web.TCPSite(runner, host, port, backlog=4096).start()
-        yield f"http://{host}:{runner.addresses[0][1]}"
+        server = await asyncio.get_running_loop().create_server(hot.connection, host, port, backlog=4096)
+        try:
+            yield f"http://{host}:{server.sockets[0].getsockname()[1]}"
+        finally:
+            gateway.stopping = True
+            server.close()
     finally:
         gateway.stopping = True
-        await runner.cleanup()
+        await asyncio.gather(hot.close(grace_s), runner.cleanup())

@@ -8,13 +8,14 @@ field; what a server may leave undone without changing that (`user`, `metadata`,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from slimerl.rollout.gateway.errors import refused
 
 MAX_STOPS = 16
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class GenerateParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: str | None = None
-    input_ids: list[int] | None = None
+    input_ids: list[TokenId] | None = None
     sampling_params: GenerateParams = msgspec.field(default_factory=GenerateParams)
     stream: bool = False
     return_logprob: bool = False
@@ -179,7 +180,7 @@ def read_generate(body: GenerateBody, temperature: float) -> tuple[Wanted, str |
         engine_params={"ignore_eos": True} if params.ignore_eos else None,
         ignores_eos=params.ignore_eos,
     )
-    return wanted, body.text if body.text is not None else _ids(body.input_ids or [])
+    return wanted, body.text if body.text is not None else body.input_ids or []
 
 
 def _wanted(body: _Sampling, max_tokens: int | None, logprobs: bool) -> Wanted:

@@ -43,6 +43,8 @@ class Place:
     parent: Turn | None
     observed: "array[int]"
     asked: bytes
+    context: tuple[int, ...] | None = None
+    """All tokens that it is sampled from, where the client has sent them; they are those of parent and `observed`."""
 
 
 @dataclass
@@ -195,7 +197,7 @@ class TurnSampler:
         task = place.task
         whole = task.sample if task is not None else None
         name = f"{whole.sample_id if whole else place.session.session_id}/turn-{turn.number}"
-        context = tuple(turn.context())
+        context = place.context or tuple(turn.context())
         if whole is None:
             return Sample(name, "", _UNBOUND, context)
         return Sample(name, whole.group_id, whole.prompt_id, context)

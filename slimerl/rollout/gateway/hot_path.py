@@ -1,0 +1,195 @@
+"""The requests that come by the thousand, without a web framework: `POST /generate` of clients that read no stream.
+
+Flows in: the connections of the gateway's port. Flows out: whole answers. A connection on which something else is asked
+for belongs to the framework from there on, with all bytes that were not answered yet: what is not plainly such a
+request is not interpreted here. The framework's reading of a request and writing of an answer take half as much CPU
+time as all that the gateway does for it.
+Invariants: requests of a connection are answered one at a time, in order; a client that goes cancels what is done for
+it; a client that does not read its answers is not read from.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from typing import Any, cast
+
+Answering = Coroutine[Any, Any, tuple[int, bytes]]
+"""Gives status and JSON."""
+Begin = Callable[[str, str, bytes], Answering | None]
+"""From the values of `Authorization` and `x-session-id`, empty where they are missing, and the body. None: the answer
+would be a stream."""
+
+_START = b"POST /generate HTTP/1.1\r\n"
+_END = b"\r\n\r\n"
+MAX_HEAD_BYTES = 8 * 2**10
+IDLE_S = 3630.0
+"""For a connection on which nothing is asked; as the framework's."""
+_FOREIGN = frozenset({"transfer-encoding", "expect", "content-encoding", "upgrade"})
+"""Headers that ask for more than this module knows."""
+
+
+class HotPath:
+    """All connections of a port. `others`: makes the framework's protocol for a connection."""
+
+    def __init__(self, begin: Begin, others: Callable[[], asyncio.BaseProtocol], max_body_bytes: int) -> None:
+        self.begin = begin
+        self.others = others
+        self.max_body_bytes = max_body_bytes
+        self.open: set[_Connection] = set()
+
+    def connection(self) -> asyncio.Protocol:
+        """The protocol of a new connection."""
+        return _Connection(self)
+
+    async def close(self, grace_s: float) -> None:
+        """Wait so long for the answers that are under way, then end all connections."""
+        tasks = [each.answering for each in self.open if each.answering is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_s)
+        for connection in list(self.open):
+            connection.abort()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, path: HotPath) -> None:
+        self.answering: asyncio.Task[tuple[int, bytes]] | None = None
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._data = b""
+        """Not answered, nor being answered."""
+        self._pieces: list[bytes] = []
+        """... what came behind it of a body that is not whole yet."""
+        self._missing = 0
+        """Bytes of that body."""
+        self._used_s = self._loop.time()
+
+    def abort(self) -> None:
+        if self.answering is not None:
+            self.answering.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._path.open.add(self)
+        if (raw := transport.get_extra_info("socket")) is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._end_if_idle()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._path.open.discard(self)
+        if self.answering is not None:
+            self.answering.cancel()
+        self._transport = None
+
+    def pause_writing(self) -> None:
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        if self._missing > len(data):
+            self._pieces.append(data)
+            self._missing -= len(data)
+            return
+        if self._pieces:
+            data = b"".join((*self._pieces, data))
+            self._pieces.clear()
+        self._missing = 0
+        self._data = self._data + data if self._data else data
+        if self.answering is None:
+            self._read()
+        elif len(self._data) > self._path.max_body_bytes and self._transport is not None:
+            self.abort()  # it sends requests by the megabyte without waiting for an answer
+
+    # --- one request
+
+    def _read(self) -> None:
+        """Begin with what is there, if it is a whole request."""
+        data = self._data
+        end = data.find(_END)
+        if end < 0:
+            if len(data) > MAX_HEAD_BYTES or not _START.startswith(data[: len(_START)]):
+                self._hand_over()
+            return
+        head = _head(data[:end]) if data.startswith(_START) else None
+        if head is None or head[0] > self._path.max_body_bytes:
+            self._hand_over()
+            return
+        length, authorization, session = head
+        begin, end = end + len(_END), end + len(_END) + length
+        if len(data) < end:
+            self._missing = end - len(data)
+            self._data, self._pieces = b"", [data]
+            return
+        answering = self._path.begin(authorization, session, data[begin:end])
+        if answering is None:
+            self._hand_over()
+            return
+        self._data = data[end:]
+        self.answering = self._loop.create_task(answering)
+        self.answering.add_done_callback(self._answered)
+
+    def _answered(self, answering: "asyncio.Task[tuple[int, bytes]]") -> None:
+        if answering.cancelled():
+            return
+        try:
+            status, body = answering.result()
+        except ConnectionError:
+            self.abort()
+            return
+        reason = "OK" if status == 200 else HTTPStatus(status).phrase
+        head = f"HTTP/1.1 {status} {reason}\r\nContent-Type: application/json\r\n"
+        self.answering, self._used_s = None, self._loop.time()
+        if self._transport is None:
+            return
+        self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        if self._data:
+            self._read()
+
+    def _end_if_idle(self) -> None:
+        if self._transport is None:
+            return
+        left_s = self._used_s + IDLE_S - self._loop.time()
+        if self.answering is None and left_s <= 0:
+            self.abort()
+        else:
+            self._loop.call_later(max(left_s, 1.0), self._end_if_idle)
+
+    def _hand_over(self) -> None:
+        transport, path = self._transport, self._path
+        if transport is None:
+            return
+        path.open.discard(self)
+        protocol = cast(asyncio.Protocol, path.others())
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        protocol.data_received(self._data)
+        self._data, self._transport = b"", None
+
+
+def _head(data: bytes) -> tuple[int, str, str] | None:
+    """Length of the body, and the headers that the answer depends on; None: more is asked for than is known here, or
+    it is not plain HTTP."""
+    lines = data.decode("utf-8", "surrogateescape").split("\r\n")
+    headers: dict[str, str] = {}
+    for line in lines[1:]:
+        name, colon, value = line.partition(":")
+        name = name.lower()
+        if not colon or name in headers or not name or name.strip() != name or "\n" in line or "\r" in line:
+            return None
+        headers[name] = value.strip(" \t")
+    length = headers.get("content-length", "")
+    if not (length.isascii() and length.isdigit()) or len(length) > 12 or not _FOREIGN.isdisjoint(headers):
+        return None
+    if headers.get("connection", "keep-alive").lower() != "keep-alive":
+        return None
+    return int(length), headers.get("authorization", ""), headers.get("x-session-id", "")
