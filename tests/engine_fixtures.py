@@ -124,6 +124,8 @@ def engine_spec(model_path: Path, run_dir: Path, tensor_parallel: int = 1, **eng
         "data": {"train_path": "unused.jsonl", "max_prompt_tokens": 256},
         "training": {"steps": 1, "prompts_per_step": 8},
         "engine": {"tensor_parallel": tensor_parallel, "threads": 1, "max_total_tokens": 20_000, **engine},
+        # of models without experts, engines have nothing to tell
+        "algorithm": {"routing_replay": "r3"},
     }
     return spec_from_tree(tree, "engine_fixtures")
 

@@ -1,0 +1,88 @@
+"""Which experts the tokens of a micro-batch are given, where a recorded choice is replayed.
+
+Flows in: the experts that the engine reported (R3, arXiv 2510.11370), or those that the policy's first pass of a step
+chose (R2, arXiv 2507.18071). Flows out: for each layer and rank the choice for the tokens that its router sees.
+Invariant: a record is laid out as its pack is; it moves with the micro-batch, so that no pass can be given the record
+of another one. Choices alone are kept, never the experts' weights: those come from the router, with gradient.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from slimerl.samples.sample import NO_EXPERT
+from slimerl.training.training_sample import BadSample, TrainingSample
+
+
+@dataclass(frozen=True)
+class RoutedShape:
+    """Of a model: `layers` of the decoder, dense ones included, each with `experts_per_token` of `experts`.
+
+    Engines report all layers; a dense one's numbers mean nothing and are not read.
+    """
+
+    layers: int
+    experts_per_token: int
+    experts: int
+    sparse_layers: tuple[int, ...]
+    """Layers that have experts, counted from 0."""
+
+
+@dataclass
+class RoutingRecord:
+    """Of one micro-batch, as this rank computes it.
+
+    Args:
+        of_engine: [tokens of this context-parallel rank, layers, experts per token] int16, in host memory; `NO_EXPERT`
+            where nothing is known, as for padding. None: the policy's first pass is replayed.
+        of_first_pass: by layer, counted from 0: [tokens that this rank's router sees, experts per token] int16, once
+            they are known.
+    """
+
+    of_engine: torch.Tensor | None = None
+    of_first_pass: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def engine_choice(self, layer: int, part: int, parts: int) -> torch.Tensor | None:
+        """[tokens, experts per token] of the `part`-th of equal `parts` of the tokens, which sequence parallelism cuts;
+        None: the engine reported nothing."""
+        if self.of_engine is None:
+            return None
+        return self.of_engine[:, layer].chunk(parts)[part]
+
+
+def checked_routing(sample: TrainingSample, shape: RoutedShape) -> np.ndarray:
+    """[tokens, layers, experts per token] int16 of one sample; all `NO_EXPERT` where it has no record.
+
+    Raises:
+        BadSample: the record is one of another model.
+    """
+    form = (len(sample.tokens), shape.layers, shape.experts_per_token)
+    if sample.routing is None:
+        return np.full(form, NO_EXPERT, dtype=np.int16)
+    if sample.routing.shape[1] != shape.layers * shape.experts_per_token:
+        raise BadSample(
+            f"sample {sample.sample_id}: {sample.routing.shape[1]} routed experts for each token, where the model has "
+            f"{shape.layers} layers * {shape.experts_per_token}; do engines and trainer have the same model?"
+        )
+    routing = sample.routing.reshape(form)
+    chosen = np.sort(routing[:, list(shape.sparse_layers)], axis=-1)
+    # a token has as many experts as the model gives it, or no record at all
+    known = chosen[..., 0] != NO_EXPERT
+    wrong = (chosen < 0) | (chosen >= shape.experts)
+    wrong[..., 1:] |= chosen[..., 1:] == chosen[..., :-1]
+    if (wrong.any(axis=-1) & known).any() or (chosen[~known] != NO_EXPERT).any():
+        raise BadSample(
+            f"sample {sample.sample_id}: its record does not name {shape.experts_per_token} different experts of "
+            f"{shape.experts} for each token and layer"
+        )
+    return routing
+
+
+def prompt_routing(routings: Sequence[np.ndarray], prompt: int) -> np.ndarray:
+    """Of a prompt that several samples share and that is computed once: that of the sample that knows most of it.
+
+    Their engines may have chosen differently (other weights, another batch), and no choice is every sample's.
+    """
+    return max((routing[:prompt] for routing in routings), key=lambda each: int((each[:, -1, 0] != NO_EXPERT).sum()))
