@@ -117,7 +117,7 @@ def pack(
         totals=totals or BatchTotals(len(line.answers), len(samples), len(samples)),
         computed_tokens=laid.total,
         padding_tokens=laid.total - len(line.tokens),
-        routing=RoutingRecord(_routing(line, laid, samples, form.routed)),
+        routing=_routing(line, laid, samples, form),
     )
 
 
@@ -206,14 +206,15 @@ def _lay(line: _Line, form: PackForm) -> Laid:
     return lay_sequences([segment.length for segment in line.segments], form.tensor, form.stripes, form.device)
 
 
-def _routing(
-    line: _Line, laid: Laid, samples: Sequence[TrainingSample], shape: RoutedShape | None
-) -> torch.Tensor | None:
-    """As `RoutingRecord.of_engine`."""
+def _routing(line: _Line, laid: Laid, samples: Sequence[TrainingSample], form: PackForm) -> RoutingRecord:
+    shape = form.routed
     if shape is None:
-        return None
+        return RoutingRecord()
     known = [checked_routing(sample, shape) for sample in samples]
     whole = np.full((laid.total, shape.layers, shape.experts_per_token), NO_EXPERT, dtype=np.int16)
     rows = [prompt_routing([known[number] for number in run.samples], run.stop)[run.start :] for run in line.runs]
     whole[laid.where] = np.concatenate([whole[:0], *rows])
-    return torch.from_numpy(whole[laid.own])
+    recorded = whole[laid.where[line.before], -1, 0] != NO_EXPERT
+    return RoutingRecord(
+        torch.from_numpy(whole[laid.own]), torch.from_numpy(recorded.astype(np.float32)).to(form.device)
+    )

@@ -92,6 +92,11 @@ class RoutingReplay:
             routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
             self._replays[id(chunk)] = [self._attach(router) for router in routers]
 
+    @property
+    def of_engine(self) -> bool:
+        """What is replayed is the engine's choice."""
+        return self._mode == "r3"
+
     def _attach(self, router: TopKRouter) -> LayerReplay:
         if router.config.moe_router_fusion:
             raise RoutingMisplaced("moe_router_fusion is on: its kernel ignores a recorded routing; build without it")

@@ -185,9 +185,7 @@ def micro_batches(
     return batching.packs(batching.plan(shapes, minibatches), step.samples, grid.place.data)
 
 
-def trainer(
-    built: Built, algorithm: AlgorithmSpec, optimizer: OptimizerSpec, steps: int, routing: str = "none"
-) -> Any:
+def trainer(built: Built, algorithm: AlgorithmSpec, optimizer: OptimizerSpec, steps: int, routing: str = "none") -> Any:
     from slimerl.training.model import wrap_for_training
     from slimerl.training.optimizer import build_optimizer, build_schedule
     from slimerl.training.routing_replay import RoutingReplay
