@@ -26,6 +26,11 @@ def check_routing_replay(spec: "RunSpec") -> None:
             "reports that routing in place of the one that sampled them; set rollout.on_update: abort (or in_place, or "
             "drain)"
         )
+    if spec.shares_gpus and rollout.max_staleness > 0:
+        raise ValueError(
+            f"{name}: with cluster.placement: colocated engines give up what they have begun for every training step, "
+            "and compute it again; set rollout.max_staleness: 0, or cluster.placement: disaggregated"
+        )
     if rollout.speculation.is_on:
         raise ValueError(f"{name}: tokens kept from drafts have no record; set rollout.speculation.tier: off")
     if spec.engine.drafting is not None:

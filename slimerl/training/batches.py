@@ -214,7 +214,5 @@ def _routing(line: _Line, laid: Laid, samples: Sequence[TrainingSample], form: P
     whole = np.full((laid.total, shape.layers, shape.experts_per_token), NO_EXPERT, dtype=np.int16)
     rows = [prompt_routing([known[number] for number in run.samples], run.stop)[run.start :] for run in line.runs]
     whole[laid.where] = np.concatenate([whole[:0], *rows])
-    recorded = whole[laid.where[line.before], -1, 0] != NO_EXPERT
-    return RoutingRecord(
-        torch.from_numpy(whole[laid.own]), torch.from_numpy(recorded.astype(np.float32)).to(form.device)
-    )
+    unrecorded = (whole[laid.where[line.before], -1, 0] == NO_EXPERT).astype(np.float32)
+    return RoutingRecord(torch.from_numpy(whole[laid.own]), torch.from_numpy(unrecorded).to(form.device))

@@ -39,11 +39,12 @@ class RoutingRecord:
             where nothing is known, as for padding. None: the policy's first pass is replayed.
         of_first_pass: by layer, counted from 0: [tokens that this rank's router sees, experts per token] int16, once
             they are known.
-        recorded: [sampled tokens of the pack], 1 where the engine told the experts of the token before, else 0.
+        unrecorded: [sampled tokens of the pack], 1 where the engine did not tell the experts of the token before, else
+            0.
     """
 
     of_engine: torch.Tensor | None = None
-    recorded: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    unrecorded: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     of_first_pass: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def engine_choice(self, layer: int, part: int, parts: int) -> torch.Tensor | None:

@@ -163,7 +163,7 @@ class PolicyTrainer:
         terms = self._algorithm.loss(tokens)
         own = {"train/loss": terms.per_token, "train/entropy": entropy}
         if self._routing.of_engine:
-            own["train/routing_recorded"] = micro_batch.routing.recorded
+            own["train/routing_unrecorded"] = micro_batch.routing.unrecorded
         statistics.add(replace(terms, means=terms.means | own), micro_batch)
         # every context-parallel rank knows all tokens; they are counted once
         counted = micro_batch.sampled_tokens if self._grid.place.context == 0 else 0

@@ -25,6 +25,7 @@ def tree(replay, algorithm=(), **sections):
     [
         (tree("r2"), r"minibatches_per_step = 1 .* raise it, or choose r3"),
         (tree("r3", rollout={"max_staleness": 1}), r"set rollout\.on_update: abort"),
+        (tree("r3", rollout={"max_staleness": 1, "on_update": "abort"}), "placement: disaggregated"),
         (tree("r3", rollout={"speculation": {"tier": "exact"}}), r"speculation\.tier: off"),
         (tree("r3", engine={"drafting": {"method": "mtp"}}), r"drop engine\.drafting"),
         (tree("r3", agent={"kind": "external"}), "agent.kind external"),
@@ -39,7 +40,8 @@ def test_what_would_not_be_replayed_is_refused_with_what_to_set(given, told):
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "ppo", "decoupled_ppo", "rloo"])
 def test_every_algorithm_that_samples_takes_it(name):
-    spec = spec_from_tree(tree("r3", {"name": name}, rollout={"max_staleness": 2, "on_update": "abort"}), "test")
+    apart = {"rollout": {"max_staleness": 2, "on_update": "abort"}, "cluster": {"placement": "disaggregated"}}
+    spec = spec_from_tree(tree("r3", {"name": name}, **apart), "test")
     assert spec.algorithm.routing_replay == "r3"
 
 

@@ -55,8 +55,7 @@ def test_each_token_of_a_pack_has_its_own_row_and_padding_has_none(shared, segme
         assert (record.numpy()[real].reshape(-1, 6) == rows_of(tokens[real])).all()
         assert (record.numpy()[~real] == -1).all()
         # of each sampled token, in the order of the pack
-        assert len(packed.routing.recorded) == packed.sampled_tokens
-        assert packed.routing.recorded.all()
+        assert packed.routing.unrecorded.tolist() == [0] * packed.sampled_tokens
         for token in tokens[real]:
             found[token] = found.get(token, 0) + 1
     # what predicts nothing is not computed
@@ -81,7 +80,7 @@ def test_a_shared_prompt_has_the_rows_of_a_sample_that_knows_them():
     assert record is not None
     assert (record[:3].numpy().reshape(3, -1) == rows_of(np.array([11, 12, 13]))).all()
     alone = pack([first], 1.0, PackForm(routed=SHAPE)).routing
-    assert alone.recorded.tolist() == [0, 1], "the first token of the response was sampled behind the prompt"
+    assert alone.unrecorded.tolist() == [1, 0], "the first token of the response was sampled behind the prompt"
 
 
 def with_row(*experts: int) -> TrainingSample:

@@ -23,6 +23,11 @@ SHAPES = {
 }
 STEP = tiny.random_step(seed=7, samples=8)
 RANDOM = forced_routing.with_routing(STEP, forced_routing.random_routing(STEP, LAYERS, EXPERTS, TOPK))
+BEFORE = [
+    sample.routing[sample.prompt_length + np.flatnonzero(sample.sampled) - 1, -1] == -1 for sample in RANDOM.samples
+]
+UNRECORDED = float(np.concatenate(BEFORE).mean())
+"""Of the tokens from which one was sampled."""
 RATE = 1e3
 # an epsilon far above the gradient makes Adam's update a plain gradient step: rate / epsilon times the gradient
 PLAIN = OptimizerSpec(lr=RATE, eps=RATE, beta1=1e-7, beta2=1e-7, clip_grad_norm=1e9)
@@ -125,7 +130,8 @@ def test_the_gradient_is_that_of_the_recorded_routing(ranks, models, kind, split
     kept = [tensor for name, tensor in given.items() if name.endswith("e_score_correction_bias")]
     calls = [{"step": RANDOM, "shape": SHAPES[kind], "routing": "r3", **variant} for variant in VARIANTS]
     for rank in ranks.run(SPLITS[split].world_size, steps, path, SPLITS[split], calls):
-        for _, weights, biases in rank:
+        for figures, weights, biases in rank:
+            assert figures["train/routing_unrecorded"] == pytest.approx(UNRECORDED)
             assert_moved_by(weights, given, gradient)
             # replayed tokens move no bias: their load is not what the bias has to even out
             assert all(buffer.std() > 0 and any(buffer.equal(each) for each in kept) for buffer in biases)
