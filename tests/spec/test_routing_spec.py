@@ -27,6 +27,7 @@ def tree(replay, algorithm=(), **sections):
         (tree("r3", rollout={"max_staleness": 1}), r"set rollout\.on_update: abort"),
         (tree("r3", rollout={"max_staleness": 1, "on_update": "abort"}), "placement: disaggregated"),
         (tree("r3", rollout={"speculation": {"tier": "exact"}}), r"speculation\.tier: off"),
+        (tree("r3", engine={"extra_args": ["--enable-hierarchical-cache"]}), "remove --enable-hierarchical-cache"),
         (tree("r3", engine={"drafting": {"method": "mtp"}}), r"drop engine\.drafting"),
         (tree("r3", agent={"kind": "external"}), "agent.kind external"),
         (tree("r3", {"name": "sft"}), "routing_replay is not read by sft"),
