@@ -35,8 +35,8 @@ def check_routing_replay(spec: "RunSpec") -> None:
         raise ValueError(f"{name}: tokens kept from drafts have no record; set rollout.speculation.tier: off")
     if any(argument.startswith("--enable-hierarchical") for argument in spec.engine.extra_args):
         raise ValueError(
-            f"{name}: SGLang keeps its record by place in the GPU's KV cache, and what comes back from its hierarchical "
-            "cache has another token's; remove --enable-hierarchical-cache from engine.extra_args"
+            f"{name}: SGLang keeps its record by place in the KV cache, and what a hierarchical cache brings back has "
+            "another token's; remove --enable-hierarchical-cache from engine.extra_args"
         )
     if spec.engine.drafting is not None:
         raise ValueError(f"{name}: SGLang records no tokens that it drafts by itself; drop engine.drafting")
