@@ -156,7 +156,7 @@ def test_r2_holds_the_routing_of_the_steps_first_pass_over_its_updates(ranks, de
     first = [forced_routing.chosen(reference, sample.tokens, LAYERS, TOPK) for sample in STEP.samples]
     chosen = forced_routing.with_routing(STEP, first)
     # steps so long that routers choose otherwise afterwards
-    common = {"step": chosen, "shape": SHAPES["deepseek_v3"], "minibatches": 4, "budget": 40}
+    common = {"step": chosen, "shape": SHAPES["deepseek_v3"], "minibatches": 2, "budget": 80}
     whole = [{**common, "routing": "r3"}, {**common, "routing": "none"}]
     [[(_, told, _), (_, free, _)]] = ranks.run(1, steps, path, ParallelSpec(), whole)
     calls = [{**common, "routing": "r2"}, {**common, "routing": "r2", "recompute": "full"}]
