@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tiny_models import make_tiny_model
+from tiny_models import OWN_SIZES, make_tiny_model
 from traces import Traces
 
 from slimerl.engine.client import EngineClient
@@ -24,6 +24,8 @@ from slimerl.spec import RunSpec
 from slimerl.spec.load import spec_from_tree
 
 START_S = 240.0
+ROUTED = "--enable-return-routed-experts"
+"""For engines of models with experts: requests may ask for them."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Engines:
         model_path = self._directory / name
         if not model_path.exists():
             make_tiny_model(family, model_path, tied=tied, **(sizes or {}))
-        spec = engine_spec(model_path, self._directory / f"{name}-tp{tensor_parallel}", tensor_parallel)
+        routed = {"extra_args": [ROUTED]} if "num_experts_per_tok" in OWN_SIZES.get(family, {}) else {}
+        spec = engine_spec(model_path, self._directory / f"{name}-tp{tensor_parallel}", tensor_parallel, **routed)
         server = start_server(spec, self._started, detect_device())
         self._started += 1
         info = EngineInfo(server.engine_id, server.url, server.admin_key, tensor_parallel)

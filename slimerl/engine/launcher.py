@@ -102,6 +102,8 @@ def server_arguments(spec: RunSpec, index: int, device: Device, port: int, place
         # Events of a stream hold what is new, not every time all that there is.
         "--incremental-streaming-output",
     ]
+    if spec.algorithm.routing_replay == "r3":
+        flags.append("--enable-return-routed-experts")
     if device is Device.CUDA:
         # Kernels whose result for a request does not depend on the batch around it, and sampling keyed by
         # `sampling_seed`. SGLang takes an attention backend that can do so, and a fixed order of NCCL's sums.

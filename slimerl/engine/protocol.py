@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from slimerl.engine.routed_experts import RoutedExperts
+
 UNVERIFIED_VERSION = -1
 """Weight version of a server that has started but not yet been given verified weights."""
 
@@ -111,6 +113,8 @@ class Generation:
     """The server's whole `meta_info`, unknown fields included."""
     answer: dict[str, Any]
     """The rest of the server's answer."""
+    routing: RoutedExperts | None = None
+    """Where it was asked for and is told."""
 
     @property
     def cached_tokens(self) -> int:

@@ -186,6 +186,7 @@ async def _service(
             spec.reward.on_failure,
             rollout.chunk_tokens,
             spec.algorithm.dynamic_sampling_rounds,
+            routing=spec.algorithm.routing_replay == "r3",
         ),
         PromptStream(inputs.train, spec.seed),
         StalenessGate(training.prompts_per_step, rollout.max_staleness, training.steps, oversample=rollout.oversample),

@@ -18,6 +18,7 @@ from typing import Any
 
 from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
 from slimerl.engine.protocol import Generation, SamplingParams
+from slimerl.engine.routed_experts import RoutedExpertsError, asked_from
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.rollout.engines import Engines
 from slimerl.rollout.lanes import Lanes, Waiter
@@ -25,6 +26,7 @@ from slimerl.rollout.live import LiveTokens, Told
 from slimerl.rollout.load_figures import LoadFigures
 from slimerl.rollout.migration import Migration
 from slimerl.rollout.order import LengthOrder, Progress
+from slimerl.rollout.routed import with_routing
 from slimerl.rollout.router import Query, Reservation, Router
 from slimerl.rollout.tries import TryFailed, check_answer, check_versions
 from slimerl.samples.messages import EngineState
@@ -63,6 +65,8 @@ class GenerateRequest:
     an aborted request has: it may be taken back from its engine."""
     told: Told | None = None
     """Reads along; what comes of the request begins with what was told."""
+    routing_from: int | None = None
+    """Ask which experts were chosen for the tokens from this place on; None: it is not asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,17 +348,17 @@ class Dispatcher:
             self._asking[engine_id].discard(task)
 
     async def _ask(self, engine_id: str, request: GenerateRequest, name: str, live: LiveTokens | None) -> Generation:
+        # SGLang finds cached prefixes under the same key alone: never what older weights computed
+        extra: dict[str, Any] = {"extra_key": f"version {self.router.version}"}
+        if request.routing_from is not None:
+            extra |= asked_from(request.routing_from)
         streamed = {} if live is None else {"told": live.take}
         try:
-            return await self.engines[engine_id].generate(
-                request.tokens,
-                request.params,
-                request_id=name,
-                timeout_s=self.request_s,
-                # SGLang finds cached prefixes under the same key alone: never what older weights computed
-                extra={"extra_key": f"version {self.router.version}"},
-                **streamed,
+            engine, timeout_s = self.engines[engine_id], self.request_s
+            generation = await engine.generate(
+                request.tokens, request.params, request_id=name, timeout_s=timeout_s, extra=extra, **streamed
             )
+            return await with_routing(generation, request.routing_from, len(request.tokens))
         except EngineTimeout as error:
             raise TryFailed("timeout", str(error), again=True, suspect=True) from error
         except EngineUnreachable as error:
@@ -364,7 +368,7 @@ class Dispatcher:
             # 4xx: the request itself is at fault, and another engine would say the same.
             again = error.status >= 500 or error.status in (408, 429)
             raise TryFailed("engine_error" if again else "refused", str(error), again, suspect=again) from error
-        except EngineError as error:
+        except (EngineError, RoutedExpertsError) as error:
             raise TryFailed("bad_answer", str(error), again=False, suspect=False) from error
 
     async def _given_time(self, engine_id: str) -> None:

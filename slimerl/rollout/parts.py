@@ -19,12 +19,14 @@ from slimerl.samples.sample import Sample
 
 @dataclass(frozen=True)
 class Parts:
-    """`params` are those of whole samples, but for the seed; `chunk_tokens`: of one request at most, None: no bound."""
+    """`params` are those of whole samples, but for the seed; `chunk_tokens`: of one request at most, None: no bound;
+    `routing`: engines are asked which experts they chose."""
 
     params: SamplingParams
     run_seed: int
     chunk_tokens: int | None = None
     lengths: ResponseLengths = field(default_factory=ResponseLengths)
+    routing: bool = False
 
     def is_complete(self, sample: Sample) -> bool:
         return sample.finish_reason is not None
@@ -41,7 +43,10 @@ class Parts:
         name = f"{sample.sample_id}+{done}" if done else sample.sample_id
         progress = Progress(sample.prompt_id, done, left)
         return GenerateRequest(
-            name, sample.group_id, tuple(sample.tokens), part, session=sample.sample_id, progress=progress
+            *(name, sample.group_id, tuple(sample.tokens), part),
+            session=sample.sample_id,
+            progress=progress,
+            routing_from=len(sample.routing) if self.routing else None,
         )
 
     def append(self, sample: Sample, generation: Generation) -> None:
@@ -68,4 +73,6 @@ def append_generation(sample: Sample, generation: Generation) -> None:
         end = start + len(list(run))
         sample.append(generation.tokens[start:end], generation.logprobs[start:end], version)
         start = end
+    if generation.routing is not None:
+        sample.note_routing(generation.routing.first, generation.routing.rows)
     sample.finish_reason = generation.finish_reason

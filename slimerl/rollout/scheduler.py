@@ -75,6 +75,8 @@ class SchedulerSettings:
     """Of one request at most."""
     dynamic_sampling_rounds: int = 0
     """Of the algorithm; 0: every group is trained on."""
+    routing: bool = False
+    """Engines are asked which experts they chose."""
 
 
 @dataclass
@@ -110,7 +112,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         settings = self.settings
         lengths = self.dispatcher.order.lengths
-        self._parts = Parts(settings.params, settings.run_seed, settings.chunk_tokens, lengths)
+        self._parts = Parts(settings.params, settings.run_seed, settings.chunk_tokens, lengths, settings.routing)
         self._informative = InformativeGroups(settings.dynamic_sampling_rounds, settings.groups_per_step)
         if self.journal is not None:
             self.store.note = self.journal.note

@@ -154,7 +154,8 @@ class FetchRequest(msgspec.Struct, frozen=True):
 
 class SamplePayload(msgspec.Struct, frozen=True):
     """One sample's arrays as little-endian bytes: tokens int32 (prompt + response); the rest per response
-    token: sampled uint8, behavior_logprobs float32, versions int32."""
+    token: sampled uint8, behavior_logprobs float32, versions int32. `routing`: int16, one row for each token, or
+    nothing where none was asked for; see `Sample.routing`."""
 
     sample_id: str
     prompt_length: int
@@ -162,6 +163,7 @@ class SamplePayload(msgspec.Struct, frozen=True):
     sampled: bytes
     behavior_logprobs: bytes
     versions: bytes
+    routing: bytes = b""
 
     @property
     def size(self) -> int:

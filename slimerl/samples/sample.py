@@ -2,11 +2,14 @@
 
 Invariant: `response_tokens`, `sampled`, `behavior_logprobs` and `versions` always have one entry per response
 token; `append` is the only method that lengthens them. Token ids are the truth: text is never re-tokenised.
+`routing` has one entry for each of the first tokens, the prompt's included; only `note_routing` lengthens it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import numpy as np
 
 from slimerl.samples.messages import SampleMeta, SamplePayload, SavedSample, pack_array, unpack_array
 
@@ -40,6 +43,8 @@ TOKEN_BYTES = 13
 """Of a response's token in a payload: id, mark, log-probability, version."""
 OBSERVED_VERSION = -1
 """Version of a token that no policy sampled (tool output, environment observation)."""
+NO_EXPERT = -1
+"""In a record of routed experts: what the engine chose for this token is not known."""
 
 
 @dataclass(slots=True)
@@ -63,6 +68,9 @@ class Sample:
     finish_reason: str | None = None
     reward: float | None = None
     correct: bool | None = None
+    routing: list[bytes] = field(default_factory=list)
+    """Experts that the engine chose for each of the first tokens while it computed them: int16 [layers * experts per
+    token], little-endian; empty where they are not known. The last token is not computed and has none."""
 
     def append(
         self, tokens: Sequence[int], logprobs: Sequence[float] | None = None, version: int | None = None
@@ -84,6 +92,26 @@ class Sample:
         self.sampled.extend([logprobs is not None] * count)
         self.behavior_logprobs.extend(logprobs if logprobs is not None else [0.0] * count)
         self.versions.extend([version if version is not None else OBSERVED_VERSION] * count)
+
+    def note_routing(self, first: int, rows: np.ndarray) -> None:
+        """Keep which experts an engine chose, for the tokens from place `first` on to the last but one.
+
+        What is there already stays: an engine that computes a token again, under new weights, chooses anew, and the
+        tokens behind were sampled under the first choice. Tokens between what is there and `first` have none.
+
+        Args:
+            rows: [tokens, layers * experts per token], whole numbers.
+
+        Raises:
+            ValueError: the rows are not those of the sample's tokens.
+        """
+        if first + len(rows) != len(self.prompt_tokens) + len(self.response_tokens) - 1:
+            raise ValueError(
+                f"sample {self.sample_id}: routed experts of {len(rows)} tokens from token {first} on do not end at "
+                f"the last but one of {len(self.prompt_tokens) + len(self.response_tokens)} tokens"
+            )
+        self.routing.extend([b""] * (first - len(self.routing)))
+        self.routing.extend(pack_array(row, "int16") for row in rows[len(self.routing) - first :])
 
     @property
     def tokens(self) -> list[int]:
@@ -117,7 +145,15 @@ class Sample:
             sampled=pack_array(self.sampled, "uint8"),
             behavior_logprobs=pack_array(self.behavior_logprobs, "float32"),
             versions=pack_array(self.versions, "int32"),
+            routing=self._whole_routing(),
         )
+
+    def _whole_routing(self) -> bytes:
+        """One row for each token, or nothing at all."""
+        width = max(map(len, self.routing), default=0)
+        unknown = pack_array([NO_EXPERT] * (width // 2), "int16")
+        missing = len(self.prompt_tokens) + len(self.response_tokens) - len(self.routing)
+        return b"".join([*(row or unknown for row in self.routing), *[unknown] * missing])
 
     def saved(self) -> SavedSample:
         """For a checkpoint; `restored` is the way back."""
@@ -137,6 +173,7 @@ class Sample:
             finish_reason=saved.finish_reason,
             reward=saved.reward,
             correct=saved.correct,
+            routing=_routing_rows(saved.payload.routing, len(tokens)),
             **arrays,
         )
 
@@ -149,3 +186,14 @@ def response_arrays(payload: SamplePayload) -> dict[str, list]:
         "behavior_logprobs": unpack_array(payload.behavior_logprobs, "float32").tolist(),
         "versions": unpack_array(payload.versions, "int32").tolist(),
     }
+
+
+def _routing_rows(routing: bytes, tokens: int) -> list[bytes]:
+    """As a sample keeps them: nothing for tokens behind the last one that has a row."""
+    width = len(routing) // tokens if tokens else 0
+    unknown = pack_array([NO_EXPERT] * (width // 2), "int16")
+    rows = [routing[start : start + width] for start in range(0, len(routing), width or 1)]
+    rows = [b"" if row == unknown else row for row in rows]
+    while rows and not rows[-1]:
+        rows.pop()
+    return rows

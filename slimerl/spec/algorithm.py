@@ -34,9 +34,10 @@ AlgorithmName = Literal[
 Correction = Literal["none", "token_tis", "sequence_tis", "mis", "icepop", "geometric_rejection"]
 KlEstimator = Literal["k1", "k2", "k3", "k3+"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant_length"]
+RoutingReplay = Literal["none", "r2", "r3"]
 
 _CLIP = dict.fromkeys(("clip_low", "clip_high"))
-_CORRECTION = dict.fromkeys(("correction", "proximal"))
+_CORRECTION = dict.fromkeys(("correction", "proximal", "routing_replay"))
 _KL_LOSS = dict.fromkeys(("kl_coef", "kl_estimator", "reference_refresh_steps"))
 _REWARD_KL = _KL_LOSS | {"kl_in": None}
 _COMMON = _CORRECTION | dict.fromkeys(("entropy_coef", "aggregation"))
@@ -67,7 +68,7 @@ ALGORITHM_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "decoupled_ppo": _CLIP
     | _STD
     | _KL_LOSS
-    | dict.fromkeys(("behavior_weight_cap", "entropy_coef", "aggregation"))
+    | dict.fromkeys(("behavior_weight_cap", "entropy_coef", "aggregation", "routing_replay"))
     | {"clip_high": 0.2},
     "distillation": _CLIP | _COMMON | {"teacher_path": None},
     "custom": _CLIP | _STD | _COMMON | _KL_LOSS | dict.fromkeys(("advantage_function", "loss_function")),
@@ -150,6 +151,11 @@ class AlgorithmSpec(Strict):
     proximal: Literal["trainer", "behavior"] = "trainer"
     """What the policy ratio is taken against: the trainer's own log-probabilities at the start of the step, or the
     engine's (which leaves nothing to be corrected)."""
+
+    routing_replay: RoutingReplay = "none"
+    """Experts that tokens go to in the policy's passes, of a model that has experts. none: those that the router
+    chooses each time. r2: those of the first pass of the step. r3: those that the engine chose while it sampled, for
+    tokens of which it reports them. Their weights are always the router's, so that it is trained."""
 
     kl_coef: Annotated[Real, Field(ge=0)] = 0.0
     """Weight of the divergence from the reference model; 0 needs no reference model."""

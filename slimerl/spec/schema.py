@@ -25,6 +25,7 @@ from slimerl.spec.fields import (
 )
 from slimerl.spec.oversample import check_oversample
 from slimerl.spec.reward import MathReward, RewardSpec
+from slimerl.spec.routing import check_routing_replay
 from slimerl.spec.speculation import DraftingSpec, SpeculationSpec, check_speculation
 from slimerl.spec.survival import CheckpointSpec, DeadlineSpec, ResilienceSpec
 
@@ -391,6 +392,7 @@ class RunSpec(Strict):
                 f"rollout.max_new_tokens = {rollout.max_new_tokens}"
             )
         check_speculation(rollout.speculation, rollout.temperature, self.algorithm, self.engine.drafting)
+        check_routing_replay(self)
         refresh, every = self.algorithm.reference_refresh_steps, self.checkpoint.every_steps
         if refresh and every % refresh:
             raise ValueError(

@@ -168,6 +168,13 @@ ALARMS = (
         "lower rollout.max_staleness, look at agreement/…, or widen the bounds of algorithm.correction",
     ),
     Alarm(
+        "routing_unrecorded",
+        "train/routing_unrecorded",
+        AtMost(0.1),
+        "engines tell of every token but those of a request that was cut off in its queue",
+        "these tokens are routed anew, not replayed: look for aborted requests in the rollout role's log",
+    ),
+    Alarm(
         "gradient_spike",
         "train/grad_norm",
         NoSpike(factor=10.0),

@@ -46,6 +46,11 @@ class ModelArguments:
         """Routed experts of a layer; 0: a dense model."""
         return self.transformer.get("num_moe_experts", 0)
 
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers that have experts, counted from 0."""
+        return tuple(layer for layer, sparse in enumerate(self.transformer.get("moe_layer_freq", ())) if sparse)
+
 
 @dataclass(frozen=True)
 class FamilyFacts:

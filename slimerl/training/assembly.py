@@ -27,11 +27,12 @@ from slimerl.training.model_config import (
     read_config,
     transformer_config,
 )
-from slimerl.training.needs import unsupplied
+from slimerl.training.needs import unroutable, unsupplied
 from slimerl.training.optimizer import build_optimizer, build_schedule
 from slimerl.training.parallel import Grid, broadcast_bytes
 from slimerl.training.rollout_client import RolloutClient
 from slimerl.training.rollout_source import RolloutSource
+from slimerl.training.routing_replay import RoutingReplay
 from slimerl.training.sft_data import RowSource
 from slimerl.training.sft_rows import load_tokenizer, read_samples
 from slimerl.training.source import Source
@@ -77,9 +78,13 @@ def build_policy(spec: RunSpec, grid: Grid, capabilities: Capabilities) -> Polic
         raise UnsupportedModel("\n".join(lacking))
     hf_config = read_config(spec.model.path)
     arguments = model_arguments(hf_config)
+    if lacking := unroutable(spec.algorithm, arguments):
+        raise UnsupportedModel("\n".join(lacking))
+    replay = spec.algorithm.routing_replay
     capabilities = capabilities.for_dtype(spec.model.dtype).sharing_prompts(spec.training.shared_prefix)
     config = transformer_config(
-        arguments, spec.training.parallel, spec.model.dtype, capabilities, spec.training.recompute
+        *(arguments, spec.training.parallel, spec.model.dtype, capabilities, spec.training.recompute),
+        replays_routing=replay != "none",
     )
     where = model_map(hf_config, spec.training.parallel, capabilities)
     bare = build_chunks(arguments, config, capabilities, where.vocabulary_rows(arguments.vocab_size))
@@ -94,7 +99,8 @@ def build_policy(spec: RunSpec, grid: Grid, capabilities: Capabilities) -> Polic
     schedule = build_schedule(spec.training.optimizer, spec.training.steps, optimizer)
     algorithm = algorithm_of(spec.algorithm)
     refresh_steps = spec.algorithm.reference_refresh_steps
-    trainer = PolicyTrainer(chunks, optimizer, schedule, algorithm, grid, refresh_steps)
+    routing = RoutingReplay(chunks, replay)
+    trainer = PolicyTrainer(chunks, optimizer, schedule, algorithm, grid, refresh_steps, routing)
     if spec.algorithm.teacher_path is not None:
         trainer.teacher = load_teacher(spec.algorithm.teacher_path, spec.model.path, chunks, where, grid.rank)
     batching = build_batching(spec, grid, capabilities, arguments)

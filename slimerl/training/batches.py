@@ -7,14 +7,16 @@ last sampled token, that token itself included, predicts nothing and is not comp
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from slimerl.algorithms import BatchTotals
+from slimerl.samples.sample import NO_EXPERT
 from slimerl.training.model import WantedTokens
+from slimerl.training.routing_record import RoutedShape, RoutingRecord, checked_routing, prompt_routing
 from slimerl.training.segments import UNSPREAD, Laid, Segment, Stripes, lay_segments
 from slimerl.training.thd import lay_sequences
 from slimerl.training.training_sample import TrainingSample
@@ -32,6 +34,7 @@ class PackForm:
         stripes: this rank's place among the context-parallel ranks.
         shared_prefix: samples with equal prompts compute it once; needs `segmented`.
         segmented: for this package's own attention; otherwise for Transformer Engine's (THD).
+        routed: micro-batches carry the experts that the engine chose; None: they carry a record that is empty.
     """
 
     tensor: int = 1
@@ -39,6 +42,7 @@ class PackForm:
     shared_prefix: bool = False
     segmented: bool = True
     device: torch.device | str = "cpu"
+    routed: RoutedShape | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class MicroBatch:
         computed_tokens: of the whole pack, padding included.
         proximal_logprobs, reference_logprobs, teacher_logprobs: [sampled tokens of the pack], where they are asked for
             and known (on the last pipeline stage), from the start of the step on.
+        routing: which experts the tokens are given, where that is replayed.
     """
 
     tokens: torch.Tensor
@@ -73,6 +78,7 @@ class MicroBatch:
     proximal_logprobs: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
     teacher_logprobs: torch.Tensor | None = None
+    routing: RoutingRecord = field(default_factory=RoutingRecord)
 
     @property
     def sampled_tokens(self) -> int:
@@ -112,6 +118,7 @@ def pack(
         totals=totals or BatchTotals(len(line.answers), len(samples), len(samples)),
         computed_tokens=laid.total,
         padding_tokens=laid.total - len(line.tokens),
+        routing=_routing(line, laid, samples, form),
     )
 
 
@@ -135,6 +142,16 @@ class _Line:
     behavior: np.ndarray
     sample: np.ndarray
     sequence: np.ndarray
+    runs: list["_Run"]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Tokens [start, stop) of these samples, which agree in them."""
+
+    samples: list[int]
+    start: int
+    stop: int
 
 
 def _line_up(samples: Sequence[TrainingSample], shared_prefix: bool) -> _Line:
@@ -143,6 +160,7 @@ def _line_up(samples: Sequence[TrainingSample], shared_prefix: bool) -> _Line:
         alike[sample.tokens[: sample.prompt_length].tobytes() if shared_prefix else number].append(number)
     segments: list[Segment] = []
     parts: dict[str, list[np.ndarray]] = defaultdict(list)
+    runs: list[_Run] = []
     end = 0
     for numbers in alike.values():
         parent = None
@@ -151,6 +169,7 @@ def _line_up(samples: Sequence[TrainingSample], shared_prefix: bool) -> _Line:
             parent = len(segments)
             segments.append(Segment(end, first.prompt_length))
             parts["tokens"].append(first.tokens[: first.prompt_length])
+            runs.append(_Run(numbers, 0, first.prompt_length))
             end += first.prompt_length
         prompt_end = end
         for number in numbers:
@@ -166,6 +185,7 @@ def _line_up(samples: Sequence[TrainingSample], shared_prefix: bool) -> _Line:
             if len(own):
                 segments.append(Segment(end, len(own), parent))
             parts["tokens"].append(own)
+            runs.append(_Run([number], len(computed) - len(own), len(computed)))
             parts["before"].append(before)
             parts["answers"].append(sample.tokens[sample.prompt_length :][sampled])
             parts["behavior"].append(sample.behavior_logprobs[sampled])
@@ -174,7 +194,7 @@ def _line_up(samples: Sequence[TrainingSample], shared_prefix: bool) -> _Line:
             end += len(own)
     integers = ("tokens", "before", "answers", "sample", "sequence")
     joined = {name: np.concatenate([_NO_INTEGERS, *parts[name]]) for name in integers}
-    return _Line(segments, behavior=np.concatenate([_NO_REALS, *parts["behavior"]]), **joined)
+    return _Line(segments, behavior=np.concatenate([_NO_REALS, *parts["behavior"]]), runs=runs, **joined)
 
 
 _NO_INTEGERS = np.empty(0, dtype=np.int64)
@@ -185,3 +205,15 @@ def _lay(line: _Line, form: PackForm) -> Laid:
     if form.segmented:
         return lay_segments(line.segments, form.tensor, form.stripes, form.device)
     return lay_sequences([segment.length for segment in line.segments], form.tensor, form.stripes, form.device)
+
+
+def _routing(line: _Line, laid: Laid, samples: Sequence[TrainingSample], form: PackForm) -> RoutingRecord:
+    shape = form.routed
+    if shape is None:
+        return RoutingRecord()
+    known = [checked_routing(sample, shape) for sample in samples]
+    whole = np.full((laid.total, shape.layers, shape.experts_per_token), NO_EXPERT, dtype=np.int16)
+    rows = [prompt_routing([known[number] for number in run.samples], run.stop)[run.start :] for run in line.runs]
+    whole[laid.where] = np.concatenate([whole[:0], *rows])
+    unrecorded = (whole[laid.where[line.before], -1, 0] == NO_EXPERT).astype(np.float32)
+    return RoutingRecord(torch.from_numpy(whole[laid.own]), torch.from_numpy(unrecorded).to(form.device))

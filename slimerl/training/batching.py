@@ -13,6 +13,7 @@ from slimerl.training.cost import pair_cost
 from slimerl.training.model_config import ModelArguments
 from slimerl.training.packing import PackingRules, SampleShape, StepPlan, plan_step
 from slimerl.training.parallel import Grid
+from slimerl.training.routing_record import RoutedShape
 from slimerl.training.segments import Stripes
 from slimerl.training.training_sample import TrainingSample
 
@@ -58,5 +59,12 @@ def build_batching(spec: RunSpec, grid: Grid, capabilities: Capabilities, argume
         shared_prefix=shared_prefix,
         segmented=capabilities.segmented,
         device=grid.device,
+        routed=routed_shape(arguments) if spec.algorithm.routing_replay == "r3" else None,
     )
     return Batching(rules, form, spec.rollout.temperature if spec.uses_engines else 1.0)
+
+
+def routed_shape(arguments: ModelArguments) -> RoutedShape:
+    """Of a model with experts."""
+    model = arguments.transformer
+    return RoutedShape(model["num_layers"], model["moe_router_topk"], arguments.experts, arguments.sparse_layers)

@@ -11,11 +11,14 @@ from typing import Any
 from slimerl.training.capabilities import Capabilities
 
 
-def machine_arguments(model: Mapping[str, Any], capabilities: Capabilities) -> dict[str, Any]:
+def machine_arguments(
+    model: Mapping[str, Any], capabilities: Capabilities, replays_routing: bool = False
+) -> dict[str, Any]:
     """Arguments of `TransformerConfig`, checked against megatron-core 0.16.1.
 
     Args:
         model: the model's own arguments of `TransformerConfig` or `MLATransformerConfig`.
+        replays_routing: the routers take recorded experts.
     """
     from megatron.core.transformer.enums import AttnBackend
 
@@ -40,7 +43,7 @@ def machine_arguments(model: Mapping[str, Any], capabilities: Capabilities) -> d
         "tp_comm_overlap": False,
         # frees outputs that the next stage still needs when tensors are not copied to be sent (CPU)
         "deallocate_pipeline_outputs": capabilities.cuda,
-        **(_expert_arguments(fused) if model.get("num_moe_experts") else {}),
+        **(_expert_arguments(fused, replays_routing) if model.get("num_moe_experts") else {}),
     }
 
 
@@ -48,12 +51,12 @@ def _is_latent(model: Mapping[str, Any]) -> bool:
     return bool(model.get("multi_latent_attention"))
 
 
-def _expert_arguments(fused: bool) -> dict[str, Any]:
+def _expert_arguments(fused: bool, replays_routing: bool) -> dict[str, Any]:
     return {
         "moe_grouped_gemm": fused,
         "moe_permute_fusion": fused,
         # Transformer Engine's kernel of the same function; it cannot replay a recorded routing
-        "moe_router_fusion": fused,
+        "moe_router_fusion": fused and not replays_routing,
     }
 
 

@@ -61,6 +61,7 @@ def transformer_config(
     dtype: str,
     capabilities: Capabilities,
     recompute: str = "none",
+    replays_routing: bool = False,
 ) -> "TransformerConfig":
     """Megatron's configuration of the model on this grid and machine; `dtype` is "fp32" or "bf16".
 
@@ -91,7 +92,7 @@ def transformer_config(
         output_layer_init_method=_leave_as_allocated,
         embedding_init_method=_leave_as_allocated,
         **recompute_arguments(recompute),
-        **machine_arguments(arguments.transformer, capabilities),
+        **machine_arguments(arguments.transformer, capabilities, replays_routing),
     )
 
 

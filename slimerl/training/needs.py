@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from slimerl.algorithms import algorithm_of
 from slimerl.spec.schema import AlgorithmSpec
+from slimerl.training.architecture import ModelArguments
 
 SUPPLIED = frozenset(
     {"sequences", "entropy_gradient", "lengths", "reference", "proximal", "token_advantages", "whitening"}
@@ -25,3 +26,13 @@ def unsupplied(spec: AlgorithmSpec) -> list[str]:
         return [f"algorithm.name = {spec.name} needs a teacher; set algorithm.teacher_path to a checkpoint of one"]
     what = ", ".join(name.replace("_", " ") for name in lacking)
     return [f"algorithm.name = {spec.name} with these options needs {what}, which the trainer does not supply"]
+
+
+def unroutable(spec: AlgorithmSpec, model: ModelArguments) -> list[str]:
+    """One line where a routing is to be replayed in a model that has none."""
+    if spec.routing_replay == "none" or model.sparse_layers:
+        return []
+    return [
+        f"algorithm.routing_replay = {spec.routing_replay} replays which experts tokens went to, and the model of "
+        "model.path has no experts; drop the key"
+    ]

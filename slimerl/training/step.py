@@ -22,6 +22,7 @@ from slimerl.training.batches import MicroBatch, pack_nothing
 from slimerl.training.context import whole_pack
 from slimerl.training.parallel import Grid
 from slimerl.training.reference import ReferenceModel
+from slimerl.training.routing_replay import RoutingReplay
 from slimerl.training.statistics import Statistics
 from slimerl.training.stragglers import ComputeTimer
 from slimerl.training.token_advantages import with_token_advantages
@@ -44,8 +45,13 @@ class PolicyTrainer:
         algorithm: Algorithm,
         grid: Grid,
         reference_refresh_steps: int = 0,
+        routing: RoutingReplay | None = None,
     ) -> None:
-        """Where the algorithm needs a reference model, it is what the chunks hold now."""
+        """Where the algorithm needs a reference model, it is what the chunks hold now.
+
+        Args:
+            routing: of these chunks; None: nothing is replayed.
+        """
         self.chunks = list(chunks)
         self._reference = ReferenceModel(chunks, reference_refresh_steps) if algorithm.needs.reference else None
         self._optimizer = optimizer
@@ -56,6 +62,7 @@ class PolicyTrainer:
         """Where the algorithm asks for one."""
         self.compute_s = 0.0
         """Of this rank's own forward and backward passes in the last step."""
+        self._routing = routing if routing is not None else RoutingReplay()
         self._timer = ComputeTimer(grid.device)
         config: Any = chunks[0].config  # whose functions the schedule calls
         config.finalize_model_grads_func = self._timer.before_exchange(config.finalize_model_grads_func)
@@ -108,10 +115,10 @@ class PolicyTrainer:
             minibatches = self._noted(minibatches, lambda each, found: replace(each, proximal_logprobs=found))
         if self._reference is not None:
             self._reference.refresh(self._schedule.num_steps)
-            with trace.span("reference"), self._reference.turn():
+            with trace.span("reference"), self._routing.paused(), self._reference.turn():
                 minibatches = self._noted(minibatches, lambda each, found: replace(each, reference_logprobs=found))
         if self.teacher is not None:
-            with trace.span("teacher"), self.teacher.turn():
+            with trace.span("teacher"), self._routing.paused(), self.teacher.turn():
                 minibatches = self._noted(minibatches, lambda each, found: replace(each, teacher_logprobs=found))
         return minibatches
 
@@ -171,6 +178,8 @@ class PolicyTrainer:
         )
         terms = self._algorithm.loss(tokens)
         own = {"train/loss": terms.per_token, "train/entropy": entropy}
+        if self._routing.of_engine:
+            own["train/routing_unrecorded"] = micro_batch.routing.unrecorded
         statistics.add(replace(terms, means=terms.means | own), micro_batch)
         # every context-parallel rank knows all tokens; they are counted once
         counted = micro_batch.sampled_tokens if self._grid.place.context == 0 else 0
@@ -195,22 +204,24 @@ class PolicyTrainer:
         def forward(iterator: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[Any, LossFunction]:
             heartbeat.beat()
             index, micro_batch = next(iterator)
-            output = model(
-                micro_batch.tokens, None, None, labels=micro_batch.wanted, packed_seq_params=micro_batch.packed
-            )
+            with self._routing.forward(model, micro_batch.routing):
+                output = model(
+                    micro_batch.tokens, None, None, labels=micro_batch.wanted, packed_seq_params=micro_batch.packed
+                )
             return output, loss_of(index)
 
         iterators = [iter(list(enumerate(micro_batches))) for _ in self.chunks]
-        return get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iterators,
-            model=self.chunks,
-            num_microbatches=len(micro_batches),
-            # packs vary in length; the pipeline schedules ask for each one's shape (variable_seq_lengths)
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with self._routing.schedule():
+            return get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iterators,
+                model=self.chunks,
+                num_microbatches=len(micro_batches),
+                # packs vary in length; the pipeline schedules ask for each one's shape (variable_seq_lengths)
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
 
 
 def _count(tokens: int, device: torch.device) -> torch.Tensor:

@@ -24,6 +24,8 @@ class TrainingSample:
         sampled: [response] bool; False on tokens that the policy did not sample.
         behavior_logprobs: [response] float32; 0 where not sampled.
         advantage: of the whole sample.
+        routing: [prompt + response, layers * experts per token] int16, the experts that the engine chose, -1 where they
+            are not known; None: none were asked for.
     """
 
     sample_id: str
@@ -32,6 +34,7 @@ class TrainingSample:
     sampled: np.ndarray
     behavior_logprobs: np.ndarray
     advantage: float
+    routing: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         response = len(self.tokens) - self.prompt_length
@@ -42,14 +45,29 @@ class TrainingSample:
             )
         if not np.isfinite(self.behavior_logprobs).all():
             raise BadSample(f"sample {self.sample_id}: a behaviour log-probability is not finite")
+        if self.routing is not None and len(self.routing) != len(self.tokens):
+            raise BadSample(
+                f"sample {self.sample_id}: {len(self.routing)} rows of routed experts for {len(self.tokens)} tokens"
+            )
 
     @staticmethod
     def from_payload(payload: SamplePayload, advantage: float) -> "TrainingSample":
+        tokens = unpack_array(payload.tokens, "int32")
         return TrainingSample(
             sample_id=payload.sample_id,
-            tokens=unpack_array(payload.tokens, "int32"),
+            tokens=tokens,
             prompt_length=payload.prompt_length,
             sampled=unpack_array(payload.sampled, "uint8").astype(bool),
             behavior_logprobs=unpack_array(payload.behavior_logprobs, "float32"),
             advantage=advantage,
+            routing=_routing(payload, len(tokens)),
         )
+
+
+def _routing(payload: SamplePayload, tokens: int) -> np.ndarray | None:
+    if not payload.routing:
+        return None
+    experts = unpack_array(payload.routing, "int16")
+    if tokens == 0 or len(experts) % tokens:
+        raise BadSample(f"sample {payload.sample_id}: {len(experts)} routed experts do not divide by {tokens} tokens")
+    return experts.reshape(tokens, -1)

@@ -1,26 +1,37 @@
 """Every family, every transport, engines of one and two ranks: after an update from another model's weights the real
 engine computes what transformers computes."""
 
+import asyncio
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from engine_fixtures import Engines, RunningEngine
+from rank_pool import RankPool
 from reference import greedy_choices, largest_difference, logprobs_of
+from routed_trainer import logprobs_with_and_without
 from safetensors.torch import load_file, save_file
 from shard_trainers import Trainers
 from tiny_models import make_tiny_model
 from weights import TRANSPORTS, Plan, open_update, update
 
 from slimerl.engine.protocol import SamplingParams
+from slimerl.engine.routed_experts import asked_from, read_routed_experts
 from slimerl.resharding.layouts import MegatronLayout
 from slimerl.resharding.proof import WeightProof
 from slimerl.resharding.sent_state import SentState
+from slimerl.resilience.deadline import Deadline
+from slimerl.rollout.parts import append_generation
+from slimerl.rollout.routed import with_routing
 from slimerl.samples.messages import ReleaseRequest
+from slimerl.samples.sample import Sample
+from slimerl.training.training_sample import TrainingSample
 
 PROMPT = [10, 20, 30, 40, 50]
 TOKENS = 24
@@ -150,3 +161,79 @@ def test_w13_weights_derived_from_kv_b_proj_follow_it(pair: list[RunningEngine],
             carrier.verify(9, plan.placements, WeightProof(plan.tensors, plan.placements).granules)
             fleet.end_weight_update(9)
         assert_is(engine, reference(after), 9)
+
+
+def test_m6_the_engines_experts_are_those_it_computed_with_and_bring_the_trainer_to_its_logprobs(
+    pair: list[RunningEngine], ranks: RankPool, tmp_path: Path
+) -> None:
+    """Fault: the trainer's routers are off the engine's, so that some tokens go to other experts."""
+    engine, family = sparse(pair), family_of(pair)
+    other = make_tiny_model(family, tmp_path / "other", seed=140)
+    assert update(engine, other, 8) == {}
+    answer = engine.ask(lambda client: client.generate(PROMPT, SamplingParams(TOKENS), extra=asked_from(0)))
+    tokens = np.array([*PROMPT, *answer.tokens], np.int32)
+    known = read_routed_experts(answer.meta, 0, len(tokens))
+    assert known is not None
+    assert_chosen_by(reference(other), tokens[:-1], known.rows)
+    rest = engine.ask(lambda client: client.generate(tokens.tolist(), SamplingParams(4), extra=asked_from(20)))
+    after = read_routed_experts(rest.meta, 20, len(tokens) + 4)
+    assert after is not None
+    assert (after.rows[: len(tokens) - 21] == known.rows[20:]).all(), "a cached token has the choice that computed it"
+
+    state = load_file(other / "model.safetensors")
+    for name in [name for name in state if name.endswith("mlp.gate.weight")]:
+        state[name] = state[name] + 0.02 * torch.randn(state[name].shape, generator=torch.Generator().manual_seed(1))
+    save_file(state, other / "model.safetensors", metadata={"format": "pt"})
+    routing = np.full((len(tokens), known.rows.shape[1]), -1, np.int16)
+    routing[:-1] = known.rows
+    behavior = np.array(answer.logprobs, np.float32)
+    marks = np.ones(len(behavior), bool)
+    sample = TrainingSample("s", tokens, len(PROMPT), marks, behavior, 1.0, routing)
+    found = ranks.run(1, logprobs_with_and_without, other, sample)[0]
+    replayed, free = (float(np.abs(each - behavior).mean()) for each in found)
+    assert replayed < free / 2, f"mean distance from the engine's logprobs: {replayed} with its experts, {free} without"
+
+
+def test_m6_a_request_that_is_cut_off_tells_the_experts_of_the_tokens_that_it_has(pair: list[RunningEngine]) -> None:
+    """Fault: an abort in mid-generation. What it has is appended to the sample, and goes on from there."""
+
+    async def cut(client: Any) -> Any:
+        endless = SamplingParams(max_new_tokens=1900, extra={"ignore_eos": True})
+        deadline = Deadline("a request to be cut off behind some tokens", 30.0)
+        while True:
+            running = asyncio.create_task(client.generate(PROMPT, endless, request_id="cut", extra=asked_from(0)))
+            await asyncio.wait({running}, timeout=0.3)
+            while not running.done():
+                await client.abort("cut")
+                await asyncio.wait({running}, timeout=0.05)
+            if len(running.result().tokens) > 2:
+                return running.result()
+            deadline.check()
+
+    answer = sparse(pair).ask(cut)
+    assert answer.finish_reason == "abort"
+    sample = Sample("s", "g", "p", tuple(PROMPT))
+    append_generation(sample, asyncio.run(with_routing(answer, 0, len(PROMPT))))
+    assert len(sample.routing) == len(sample.tokens) - 1
+    assert all(sample.routing)
+
+
+def sparse(pair: list[RunningEngine]) -> RunningEngine:
+    if not re.search(r"experts\.", " ".join(load_file(pair[0].model_path / "model.safetensors"))):
+        pytest.skip("a dense model has no experts")
+    return pair[0]
+
+
+def assert_chosen_by(model: Any, tokens: np.ndarray, rows: np.ndarray) -> None:
+    """The same experts, in any order, in every layer that has some."""
+    layers, topk = model.config.num_hidden_layers, model.config.num_experts_per_tok
+    found = rows.reshape(len(tokens), layers, topk)
+    for number, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(
+                lambda _gate, _given, out, number=number: np.testing.assert_array_equal(
+                    np.sort(found[:, number]), np.sort(out[2].numpy())
+                )
+            )
+    with torch.no_grad():
+        model(torch.from_numpy(tokens).long()[None])

@@ -186,6 +186,7 @@ def test_m6_what_follows_a_reply_is_tokenised_for_that_reply_even_where_another_
         session, place = order.place.session, order.place
         turn = session.begin(place.parent, place.observed, place.asked)
         order.answer.reply.take(tokens)
+        order.answer.reply.end()
         session.complete(turn, tokens, [0.0] * len(tokens), [0] * len(tokens), reason)
         order.tell(turn)
         next_place = placed(desk, NAME, going_on, None).place

@@ -5,12 +5,14 @@ connections are injected per request. For tests of routing, scheduling and failu
 """
 
 import asyncio
+import base64
 import hashlib
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from slimerl.samples.messages import EngineInfo
@@ -224,6 +226,8 @@ class FakeEngine:
             "weight_versions": spans,
             **self.extra_meta,
         }
+        if body.get("return_routed_experts"):
+            meta["routed_experts"] = self._routed(body["routed_experts_start_len"], len(body["input_ids"] + tokens))
         return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta})
 
     async def _streamed(
@@ -283,6 +287,11 @@ class FakeEngine:
             **self.extra_meta,
         }
         return {"text": "", "output_ids": tokens[start:], "meta_info": meta}
+
+    def _routed(self, first: int, tokens: int) -> str:
+        """Two for each token: its place, and the version that computes it."""
+        rows = [[place, int(self.version)] for place in range(first, tokens - 1)]
+        return base64.b64encode(np.array(rows, "<i4").tobytes()).decode()
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await request.json()

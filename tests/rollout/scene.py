@@ -110,6 +110,7 @@ async def rollout(
     agent: AgentLoop | None = None,
     speculation: Speculation | None = None,
     oversample: float | None = None,
+    routing: bool = False,
 ) -> AsyncIterator[Scene]:
     """Running, with its engines joined but nothing released yet."""
     async with AsyncExitStack() as stack:
@@ -123,7 +124,9 @@ async def rollout(
         judge = Judge(lambda tokens: " ".join(map(str, tokens)), reward)
         params = SamplingParams(max_new_tokens, stop_token_ids=(2,))
         scheduler = Scheduler(
-            SchedulerSettings(groups, size, SEED, params, on_reward_failure, chunk_tokens, dynamic_sampling_rounds),
+            SchedulerSettings(
+                *(groups, size, SEED, params, on_reward_failure, chunk_tokens, dynamic_sampling_rounds), routing=routing
+            ),
             PromptStream([Prompt(f"p{number}", (10, number), str(number)) for number in range(16)], SEED),
             StalenessGate(groups, staleness, steps, oversample=oversample),
             SampleStore(smallest_group=min(2, size)),

@@ -33,7 +33,7 @@ def test_r3_unreadable_files_are_refused_by_name(tmp_path):
     with pytest.raises(DataError, match=r"nowhere\.jsonl: cannot read the data: No such file"):
         read_rows(tmp_path / "nowhere.jsonl")
     (tmp_path / "latin.jsonl").write_bytes(b'{"id": "\xff"}')
-    with pytest.raises(DataError, match=r"latin\.jsonl: not UTF-8"):
+    with pytest.raises(DataError, match=r"latin\.jsonl:1: not UTF-8"):
         read_rows(tmp_path / "latin.jsonl")
 
 

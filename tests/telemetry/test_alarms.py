@@ -84,6 +84,7 @@ def test_an_alarm_that_comes_back_is_said_at_once():
         ("train/clip_fraction", 0.6, "clipped"),
         ("train/correction_truncated", 0.2, "correction_truncated"),
         ("train/correction_masked", 0.2, "correction_masked"),
+        ("train/routing_unrecorded", 0.2, "routing_unrecorded"),
         ("train/grad_norm", 5.0, "gradient_spike"),
         ("train/entropy", 0.05, "entropy_collapse"),
         ("rollout/uniform_groups_fraction", 1.0, "no_gradient"),

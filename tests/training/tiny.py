@@ -160,6 +160,7 @@ def micro_batches(
     temperature: float = 1.0,
     shared_prefix: bool = False,
     at_least: int = 1,
+    routed: Any = None,
 ) -> list[Any]:
     """This rank's micro-batches, per minibatch, `at_least` so many. Samples with equal prompts form a group."""
     from slimerl.training.batches import PackForm
@@ -172,7 +173,7 @@ def micro_batches(
     multiple = max(at_least, sizes.pipeline if sizes.virtual > 1 else 1)
     batching = Batching(
         PackingRules(sizes.data, budget, shared_prefix, multiple=multiple),
-        PackForm(sizes.tensor, Stripes(grid.place.context, sizes.context), shared_prefix),
+        PackForm(sizes.tensor, Stripes(grid.place.context, sizes.context), shared_prefix, routed=routed),
         temperature,
     )
     shapes = [
@@ -184,16 +185,18 @@ def micro_batches(
     return batching.packs(batching.plan(shapes, minibatches), step.samples, grid.place.data)
 
 
-def trainer(built: Built, algorithm: AlgorithmSpec, optimizer: OptimizerSpec, steps: int) -> Any:
+def trainer(built: Built, algorithm: AlgorithmSpec, optimizer: OptimizerSpec, steps: int, routing: str = "none") -> Any:
     from slimerl.training.model import wrap_for_training
     from slimerl.training.optimizer import build_optimizer, build_schedule
+    from slimerl.training.routing_replay import RoutingReplay
     from slimerl.training.step import PolicyTrainer
 
     chunks = wrap_for_training(built.chunks, built.config)
     adam = build_optimizer(optimizer, chunks, built.config.params_dtype)
     schedule = build_schedule(optimizer, steps, adam)
     refresh_steps = algorithm.reference_refresh_steps
-    return PolicyTrainer(chunks, adam, schedule, algorithm_of(algorithm), built.grid, refresh_steps)
+    replay = RoutingReplay(chunks, routing)  # type: ignore[arg-type]
+    return PolicyTrainer(chunks, adam, schedule, algorithm_of(algorithm), built.grid, refresh_steps, replay)
 
 
 def collected(built: Built) -> dict[str, torch.Tensor]:

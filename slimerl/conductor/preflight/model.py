@@ -20,6 +20,7 @@ from slimerl.training.capabilities import Capabilities
 from slimerl.training.checkpoint import directory
 from slimerl.training.engine_layout import differences, engine_config, engine_form, engine_layout
 from slimerl.training.model_config import UnsupportedModel, check_divisible, model_arguments, read_config
+from slimerl.training.needs import unroutable
 from slimerl.training.trainer_layout import trainer_layout
 
 Config = Mapping[str, Any]
@@ -40,6 +41,7 @@ def model_faults(spec: RunSpec, capabilities: Capabilities) -> tuple[Config | No
         return None, [f"model.path: {spec.model.path}: {error}"]
     # the tables have the last word, where nothing is wrong already
     faults = [
+        *unroutable(spec.algorithm, arguments),
         *(size_faults(spec, config) or _caught(lambda: _check_placements(spec, config, capabilities))),
         *_checkpoint_faults("model.path", spec.model.path, config),
         *_distributed_faults(spec.model.megatron_path, config),
@@ -269,6 +271,7 @@ ENGINE_ARGUMENTS = {
     "--max-total-tokens": "engine.max_total_tokens",
     "--max-running-requests": "rollout.max_running_requests",
     "--random-seed": "seed",
+    "--enable-return-routed-experts": "algorithm.routing_replay",
     "--speculative-algorithm": "engine.drafting",
     "--speculative-draft-model-path": "engine.drafting",
 }
