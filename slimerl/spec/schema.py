@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slimerl.spec.agent import AgentSpec, SingleTurnAgent, check_agent
 from slimerl.spec.algorithm import AlgorithmSpec
+from slimerl.spec.critic import CriticSpec, check_critic
 from slimerl.spec.fields import (
     FilePath,
     NonNegative,
@@ -22,6 +23,7 @@ from slimerl.spec.fields import (
     Workers,
     tuple_from_list,
 )
+from slimerl.spec.optimizer import OptimizerSpec
 from slimerl.spec.oversample import check_oversample
 from slimerl.spec.reward import MathReward, RewardSpec
 from slimerl.spec.speculation import DraftingSpec, SpeculationSpec, check_speculation
@@ -48,7 +50,8 @@ class ModelSpec(Strict):
 
 
 class DataSpec(Strict):
-    """Prompts as JSONL. One row: `{"id", "prompt", "answer"}`, for SFT `{"id", "prompt", "response"}`."""
+    """Prompts as JSONL. One row: `{"id", "prompt", "answer"}`, for SFT `{"id", "prompt", "response"}`, for reward_model
+    and dpo `{"id", "prompt", "chosen", "rejected"}`."""
 
     train_path: FilePath
     eval_path: FilePath | None = None
@@ -112,22 +115,10 @@ class ParallelSpec(Strict):
         return self.tensor * self.context * self.pipeline * self.data
 
 
-class OptimizerSpec(Strict):
-    lr: Annotated[Real, Field(gt=0)] = 1e-6
-    min_lr: Annotated[Real, Field(ge=0)] = 0.0
-    warmup_steps: NonNegative = 0
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: Annotated[Real, Field(ge=0)] = 0.0
-    beta1: Annotated[Real, Field(gt=0, lt=1)] = 0.9
-    beta2: Annotated[Real, Field(gt=0, lt=1)] = 0.95
-    eps: Annotated[Real, Field(gt=0)] = 1e-8
-    clip_grad_norm: Annotated[Real, Field(gt=0)] = 1.0
-
-
 class TrainingSpec(Strict):
     steps: Positive
     prompts_per_step: Positive
-    """Prompts (groups) whose samples make one step; for SFT, rows per step."""
+    """Prompts (groups) whose samples make one step; where they come from data, rows per step."""
     minibatches_per_step: Positive = 1
     """Optimizer updates per step; above 1 the proximal log-probabilities take a pass of their own."""
     micro_batch_tokens: Positive = 4096
@@ -139,6 +130,8 @@ class TrainingSpec(Strict):
     not used; always: with FlexAttention in its place."""
     parallel: ParallelSpec = ParallelSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
+    critic: CriticSpec | None = None
+    """Of ppo; default: what `CriticSpec` says."""
     threads_per_rank: Workers = 1
     export_path: FilePath | None = None
     """Where the trained model is written as a Hugging Face checkpoint; default: OUTPUT_DIR/model."""
@@ -297,8 +290,20 @@ class RunSpec(Strict):
             "engine.model_path": self.engine.model_path,
             "data.train_path": self.data.train_path,
             "data.eval_path": self.data.eval_path,
+            "training.critic.path": None if self.training.critic is None else self.training.critic.path,
         }
         return {key: path for key, path in paths.items() if path is not None}
+
+    @property
+    def critic_path(self) -> Path | None:
+        """Where the critic's weights come from; None: there is none."""
+        if not self.algorithm.has_critic:
+            return None
+        return (self.training.critic and self.training.critic.path) or self.model.path
+
+    @property
+    def critic_optimizer(self) -> OptimizerSpec:
+        return (self.training.critic and self.training.critic.optimizer) or self.training.optimizer
 
     @property
     def uses_engines(self) -> bool:
@@ -359,6 +364,7 @@ class RunSpec(Strict):
                 f"a step has {samples} samples, but training.minibatches_per_step * training.parallel.data = "
                 f"{parts} parts want at least one each; raise training.prompts_per_step"
             )
+        check_critic(self.training.critic, self.algorithm, training.steps, self.model.megatron_path)
         check_agent(self.agent, self.uses_engines, self.data.chat_template)
         if self.algorithm.compares_groups and rollout.samples_per_prompt < 2:
             raise ValueError(

@@ -10,6 +10,7 @@ from slimerl.spec.schema import AlgorithmSpec
 
 SUPPLIED = frozenset(
     {"sequences", "entropy_gradient", "lengths", "reference", "proximal", "token_advantages", "whitening"}
+    | {"critic", "pairs", "scores"}
 )
 """Fields of `Needs` that the training loop fills."""
 

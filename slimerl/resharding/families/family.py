@@ -14,6 +14,7 @@ import torch
 from slimerl.resharding.buckets import aligned
 from slimerl.resharding.families.blocks import EMBEDDING, ConfigError
 from slimerl.resharding.families.scales import BlockScales, scale_name, with_scales
+from slimerl.resharding.families.score import with_score
 from slimerl.resharding.families.spelling import Speller
 from slimerl.resharding.families.table import Block, Rule, Table, Weight
 from slimerl.resharding.layouts import EngineLayout, MegatronLayout, ModuleNames
@@ -39,15 +40,20 @@ class Form:
     """With the multi-token-prediction layer: a trainer that has one, a checkpoint, an engine with a draft model."""
     scales: BlockScales | None = None
     """Quantised, as the engine and its checkpoint hold it; a trainer has no scales."""
+    score: bool = False
+    """With a scalar head in place of the output layer: a reward model, a critic."""
 
     def of(self, table: Table) -> Table:
         """The table without what this form leaves out."""
         if not self.prediction:
             table = replace(table, prediction=None)
+        if self.score:
+            table = with_score(table)
         return table if self.scales is None else with_scales(table, self.scales)
 
 
 PLAIN = Form()
+SCORED = Form(score=True)
 
 
 @dataclass(frozen=True)
