@@ -123,8 +123,11 @@ def pack_nothing(device: torch.device) -> MicroBatch:
     """No tokens, with everything that may be asked for: what a rank that knows no log-probabilities names figures
     with."""
     nothing = pack([], 1.0, PackForm(device=device))
-    named = ("proximal_logprobs", "reference_logprobs", "old_values", "returns")
-    return replace(nothing, **dict.fromkeys(named, nothing.advantages))
+    none = nothing.advantages
+    # means over samples or pairs divide by their number, and there are no terms
+    totals = BatchTotals(tokens=0, sequences=1, groups=1)
+    nothing = replace(nothing, totals=totals, proximal_logprobs=none, reference_logprobs=none)
+    return replace(nothing, old_values=none, returns=none)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ weights move, so that every family and layout is counted exactly; the rest are e
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
@@ -62,6 +62,8 @@ class TrainerMemory:
     runtime: int
     reference: int
     """The reference model's weights. On a machine with CUDA they lie in host memory instead, and are not in here."""
+    critic: int = 0
+    """The critic's weights, gradients and optimizer; what a pass of it keeps takes the place of the policy's."""
 
     @property
     def total(self) -> int:
@@ -150,6 +152,15 @@ def trainer_memory(
             )
         )
     return max(found, key=lambda memory: memory.total)
+
+
+def with_critic(policy: TrainerMemory, critic: TrainerMemory) -> TrainerMemory:
+    """A rank of both, each counted where it takes most; they compute one after the other."""
+    return replace(
+        policy,
+        activations=max(policy.activations, critic.activations),
+        critic=critic.weights + critic.gradients + critic.optimizer,
+    )
 
 
 def engine_memory(

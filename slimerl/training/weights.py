@@ -18,7 +18,7 @@ import torch
 from slimerl.resharding.assemble import scatter
 from slimerl.resharding.buckets import split_into_buckets
 from slimerl.resharding.families import Family, family_of
-from slimerl.resharding.families.family import PLAIN, Form
+from slimerl.resharding.families.family import PLAIN, Form, stored_form
 from slimerl.resharding.families.score import SCORE
 from slimerl.resharding.gather import Gather
 from slimerl.resharding.hf_checkpoint import HfCheckpoint, check_keys, write_checkpoint
@@ -98,23 +98,14 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path, where: Mod
     """
     parameters = named_parameters(chunks)
     keep_buffers_wide(parameters)
+    family, config = where.family, where.config
     with HfCheckpoint(checkpoint) as tensors:
-        check_model_keys(tensors, where)
+        form = stored_form(tensors) if where.form.score else where.form
+        built = family.logical_tensors(config, form=form)
+        check_keys(tensors, built, family.aliases(config, form), family.unused_tensors(config, form))
         head = {each.name: torch.zeros(each.shape) for each in where.logical_tensors() if each.name == SCORE}
         # a map of its own: it is only read
         scatter(where.placements(rank), ChainMap(cast(Any, tensors), head), parameters, cast=True)
-
-
-def check_model_keys(tensors: HfCheckpoint, where: ModelMap) -> None:
-    """The checkpoint has every tensor of the model, and no others. Raises CheckpointError."""
-    family, config = where.family, where.config
-    form = where.form if SCORE in tensors else PLAIN
-    check_keys(
-        tensors,
-        family.logical_tensors(config, form=form),
-        {} if form.score else family.aliases(config),
-        family.unused_tensors(config, form),
-    )
 
 
 def export_weights(

@@ -4,7 +4,7 @@ Flows in: `config.json` as a mapping, a layout, a rank. Flows out: logical tenso
 Invariant: a rank's placements tile every parameter that it names.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from slimerl.resharding.buckets import aligned
 from slimerl.resharding.families.blocks import EMBEDDING, ConfigError
 from slimerl.resharding.families.scales import BlockScales, scale_name, with_scales
-from slimerl.resharding.families.score import with_score
+from slimerl.resharding.families.score import SCORE, with_score
 from slimerl.resharding.families.spelling import Speller
 from slimerl.resharding.families.table import Block, Rule, Table, Weight
 from slimerl.resharding.layouts import EngineLayout, MegatronLayout, ModuleNames
@@ -54,6 +54,11 @@ class Form:
 
 PLAIN = Form()
 SCORED = Form(score=True)
+
+
+def stored_form(names: Container[str]) -> Form:
+    """What a checkpoint with these tensors is: of a language model, or of one with a scalar head."""
+    return SCORED if SCORE in names else PLAIN
 
 
 @dataclass(frozen=True)
@@ -136,9 +141,11 @@ class Family:
                     groups += [tuple(name.format(layer=layer, expert=each) for name in sources) for each in experts]
         return groups
 
-    def aliases(self, config: Config) -> dict[str, str]:
+    def aliases(self, config: Config, form: Form = PLAIN) -> dict[str, str]:
         """Names that some checkpoints carry as a second copy of another tensor: a tied head, what multi-token
         prediction shares with the model."""
+        if form.score:
+            return {}
         table = self.table(config)
         return ({"lm_head.weight": EMBEDDING} if table.tied else {}) | dict(table.aliases)
 
