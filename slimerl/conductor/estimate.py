@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from slimerl.resharding.families import family_of
+from slimerl.resharding.families.family import PLAIN, SCORED, Form
 from slimerl.spec import RunSpec
 from slimerl.training.capabilities import Capabilities
 from slimerl.training.engine_layout import engine_form, engine_layout
@@ -79,7 +80,7 @@ def estimate(
     """
     dtype, parallel = DTYPES[spec.model.dtype], spec.training.parallel
 
-    def trained(of: Mapping[str, Any], reference: bool) -> TrainerMemory:
+    def trained(of: Mapping[str, Any], form: Form) -> TrainerMemory:
         return trainer_memory(
             of,
             trainer_layout(of, parallel, capabilities),
@@ -89,13 +90,15 @@ def estimate(
             recompute=spec.training.recompute,
             fused=capabilities.for_dtype(spec.model.dtype).transformer_engine,
             cuda=capabilities.cuda,
-            reference=reference,
+            reference=spec.algorithm.has_reference_model and form is not SCORED,
+            form=form,
         )
 
-    trainer, checkpoint = trained(config, spec.algorithm.has_reference_model), checkpoint_bytes(config, dtype)
+    trainer = trained(config, SCORED if spec.algorithm.name == "reward_model" else PLAIN)
+    checkpoint = checkpoint_bytes(config, dtype)
     if spec.algorithm.has_critic:
         critic = config if of_critic is None else of_critic
-        trainer = with_critic(trainer, trained(critic, reference=False))
+        trainer = with_critic(trainer, trained(critic, SCORED))
         checkpoint += checkpoint_bytes(critic, dtype)
     exported = export_bytes(config, dtype)
     host = parallel.world_size * trainer.total + min(exported, EXPORT_BUFFER_BYTES) + SIDE_RUNTIME_BYTES

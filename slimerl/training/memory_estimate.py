@@ -109,6 +109,7 @@ def trainer_memory(
     fused: bool = False,
     cuda: bool = False,
     reference: bool = False,
+    form: Form = PLAIN,
 ) -> TrainerMemory:
     """The rank that takes most, over the pipeline stages (ranks of one stage take the same).
 
@@ -118,6 +119,7 @@ def trainer_memory(
             "selective" changes nothing here, since the attention matrix is not kept anyway.
         fused: Transformer Engine's kernels.
         reference: the algorithm needs a reference model (`reference.py`).
+        form: with a scalar head there are no logits.
 
     Raises:
         ConfigError, LayoutError: the model has no table, or cannot be cut like that.
@@ -125,7 +127,7 @@ def trainer_memory(
     of_stage = layout.world_size // layout.pipeline
     found = []
     for stage in range(layout.pipeline):
-        shapes = _shapes(family_of(config).megatron_placements(config, layout, stage * of_stage))
+        shapes = _shapes(family_of(config).megatron_placements(config, layout, stage * of_stage, form))
         share = layout.tensor if sequence_parallel else 1
         kept_per_token = _activation_width(shapes, config, share) * (1 if fused else UNFUSED)
         in_flight = _in_flight(layout, stage)
@@ -135,7 +137,8 @@ def trainer_memory(
         else:
             per_token = kept_per_token * in_flight
         activations = int(per_token * tokens * dtype.itemsize)
-        logits = _logits(shapes, tokens) if layout.last_prefix(stage * of_stage) is not None else 0
+        asked = layout.last_prefix(stage * of_stage) is not None and not form.score
+        logits = _logits(shapes, tokens) if asked else 0
         kept = 0 if cuda else min(FREE_BYTES, activations + logits)
         dense, experts = _count(shapes, experts=False), _count(shapes, experts=True)
         found.append(
