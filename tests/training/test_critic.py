@@ -10,9 +10,9 @@ from slimerl.spec.schema import OptimizerSpec, ParallelSpec
 
 # an epsilon above the gradients' rounding: Adam otherwise turns 1e-9 against 2e-9 into a full-sized difference
 OPTIMIZER = OptimizerSpec(lr=1e-2, eps=1e-4)
-RATE = 1e3
+RATE, EPSILON = 1e4, 1e6
 # an epsilon far above the gradient makes Adam's update a plain gradient step: rate / epsilon times the gradient
-PLAIN = OptimizerSpec(lr=RATE, eps=RATE, beta1=1e-7, beta2=1e-7, clip_grad_norm=1e9)
+PLAIN = OptimizerSpec(lr=RATE, eps=EPSILON, beta1=1e-7, beta2=1e-7, clip_grad_norm=1e9)
 SPLITS = {
     "DP2": (ParallelSpec(data=2), {"at_least": 2, "shared_prefix": True}),
     "PP2": (ParallelSpec(pipeline=2), {"at_least": 2}),
@@ -82,7 +82,7 @@ def descend(model, loss) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter -= parameter.grad
+                parameter -= RATE / EPSILON * parameter.grad
 
 
 def reference_step(policy, critic, samples, minibatches: int) -> list[float]:

@@ -92,11 +92,12 @@ def steps_of(algorithm: AlgorithmSpec) -> list[tiny.Step]:
 
 def scores_and_export(model: Path, out: Path, parallel: ParallelSpec) -> list[list[float]]:
     """What each sampled token of a step is scored with, sample by sample; the model is exported to `out`."""
+    from slimerl.training.batches import PackForm, pack
     from slimerl.training.weights import export_weights
 
     built = tiny.build(model, parallel, scored=True)
     step = tiny.random_step(3, samples=4)
-    [[batch]] = tiny.micro_batches(step, built, 10_000, scores=True, shared_prefix=True)
+    batch = pack(step.samples, 1.0, PackForm(scores=True, shared_prefix=True))
     with torch.no_grad():
         values = built.chunks[0](batch.tokens, None, None, labels=batch.wanted, packed_seq_params=batch.packed)
     export_weights(built.chunks, out, model, built.map, built.grid)
