@@ -4,8 +4,11 @@ import pytest
 import tiny
 import torch
 import value_ranks
+from test_loop import run_loop, run_spec
+from trainer_control_service import ControlService
 from value_ranks import DPO, PPO, REWARD_MODEL, Models
 
+from slimerl.spec.load import spec_from_tree
 from slimerl.spec.schema import OptimizerSpec, ParallelSpec
 
 # an epsilon above the gradients' rounding: Adam otherwise turns 1e-9 against 2e-9 into a full-sized difference
@@ -161,3 +164,17 @@ def test_during_the_warm_up_the_critic_alone_learns(ranks, models, whole):
     assert "train/grad_norm" in alone[1]
     assert alone[1]["train/approx_kl"] != figures[1]["train/approx_kl"]
     assert weights.keys() == {"policy", "critic"}
+
+
+def test_a_run_from_its_spec_has_its_critic(ranks, tmp_path, models):
+    tree = run_spec(tmp_path, ParallelSpec(data=2)).model_dump(mode="json")
+    tree |= {"algorithm": {"name": "ppo", "gae_lambda": 0.9}, "model": {"path": str(models.policy)}}
+    tree["training"]["critic"] = {"path": str(models.scored), "optimizer": {"lr": 3e-2}}
+    spec = spec_from_tree(tree, "test")
+    with ControlService(spec.run_dir, 2):
+        (_, records), _ = ranks.run(2, run_loop, spec)
+    first, second = records[1][1], records[2][1]
+    assert (first["critic/lr"], first["train/lr"]) == (3e-2, 1e-2)
+    assert second["critic/loss"] != first["critic/loss"]
+    assert first["critic/explained_variance"] <= 1
+    assert first["train/loss"] == pytest.approx(0, abs=1e-5), "whitened advantages, and the ratio is 1"

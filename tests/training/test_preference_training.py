@@ -92,10 +92,11 @@ def test_dpo_moves_the_policy_as_plain_autograd_in_float64_moves_it(ranks, model
     assert_same_training(ranks, models, DPO, "policy", model, leads)
 
 
-def test_an_exported_reward_model_scores_in_transformers_as_here(ranks, models, tmp_path):
+@pytest.mark.parametrize("parallel", [ParallelSpec(), ParallelSpec(tensor=2)], ids=["one process", "TP2"])
+def test_an_exported_reward_model_scores_in_transformers_as_here(ranks, models, tmp_path, parallel):
     from transformers import AutoModelForSequenceClassification
 
-    [found] = ranks.run(1, value_ranks.scores_and_export, models.scored, tmp_path / "out", ParallelSpec())
+    found = ranks.run(parallel.world_size, value_ranks.scores_and_export, models.scored, tmp_path / "out", parallel)[0]
     exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert type(exported).__name__ == "Qwen3ForSequenceClassification"
     assert exported.config.num_labels == 1
