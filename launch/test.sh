@@ -12,7 +12,7 @@ if [ $# -eq 0 ]; then
     .venv/bin/ruff format --check .
     .venv/bin/mypy
     .venv/bin/lint-imports
-    # tests with engines in one worker, those with trainer ranks in the other (tests/conftest.py)
-    set -- -n 2
+    # tests with engines in one worker, those with trainer ranks in another, jobs in a third (tests/conftest.py)
+    set -- -n 3
 fi
 exec .venv/bin/python -m pytest -m "not gpu" "$@"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from slimerl.resilience.name_lookups import bounded_lookups
 
@@ -24,12 +25,19 @@ FIRST = ("engines", "ranks", "launch", "run")
 
 
 class Lanes(LoadScopeScheduling):
-    """One worker has the tests with engines, then those of `launch`; another those with trainer ranks, then those of
-    `run`; whoever is free takes others by file."""
+    """One worker has the tests with engines, another those with trainer ranks, a third those of `launch`; whoever is
+    free takes those of `run`, and then others by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return lane_of(self.config.rootpath / file) or file
+
+    def _reschedule(self, node: WorkerController) -> None:
+        # jobs of `launch` wait for SLURM most of the time: their worker fits beside two busy ones, but for that alone
+        if len(self.nodes) > 2 and "launch" in self.assigned_work[node]:
+            node.shutdown()
+        else:
+            super()._reschedule(node)
 
 
 @cache
@@ -39,7 +47,7 @@ def lane_of(file: Path) -> str | None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Lanes:
-    """For `pytest -n 2`, as `launch/test.sh` has it."""
+    """For `pytest -n 3`, as `launch/test.sh` has it."""
     config.option.loadscopereorder = False  # the order is that of `pytest_collection_modifyitems`
     return Lanes(config, log)
 
