@@ -115,8 +115,7 @@ def reference_step(policy, critic, samples, minibatches: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
-def test_both_models_move_as_plain_autograd_in_float64_moves_them(ranks, models, minibatches):
+def test_both_models_move_as_plain_autograd_in_float64_moves_them(ranks, models):
     """Unequal lengths, tool tokens in between; in the second of two updates ratio and values have moved."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -125,11 +124,11 @@ def test_both_models_move_as_plain_autograd_in_float64_moves_them(ranks, models,
     start = {"policy": policy, "critic": critic}
     start = {name: {k: v.detach().clone() for k, v in each.named_parameters()} for name, each in start.items()}
     algorithm = [PPO]
-    packing = {"minibatches": minibatches, "at_least": 2}
+    packing = {"minibatches": 2, "at_least": 2}
     [[(figures, weights)]] = ranks.run(1, value_ranks.train, models, ParallelSpec(), algorithm, PLAIN, packing)
     tokens = 0
     for step, found in zip(value_ranks.steps_of(PPO), figures, strict=True):
-        losses = reference_step(policy, critic, step.samples, minibatches)
+        losses = reference_step(policy, critic, step.samples, minibatches=2)
         tokens = sum(int(each.sampled.sum()) for each in step.samples)
         assert found["critic/loss"] == pytest.approx(sum(losses) / tokens, rel=1e-3)
     for name, model in (("policy", policy), ("critic", critic)):
@@ -137,7 +136,7 @@ def test_both_models_move_as_plain_autograd_in_float64_moves_them(ranks, models,
             change = (parameter.detach() - start[name][key]).abs().max().item()
             difference = (weights[name][key] - parameter.detach()).abs().max().item()
             assert difference <= 2e-3 * change + 3e-6, f"{name} {key}: {difference} of a change of {change}"
-    assert (figures[-1]["critic/clip_fraction"] > 0) == (minibatches > 1)
+    assert figures[-1]["critic/clip_fraction"] > 0
 
 
 @pytest.mark.parametrize(("parallel", "saved_after"), [(ParallelSpec(data=2), 1), (ParallelSpec(tensor=2), 2)])
