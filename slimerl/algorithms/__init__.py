@@ -6,7 +6,7 @@ depends on how a step was split over micro-batches or ranks; the trainer divides
 and what averages otherwise carries weights made from the totals of the whole minibatch (`aggregation.py`).
 """
 
-from slimerl.algorithms.returns import moments, whiten
+from slimerl.algorithms.returns import explained_variance, moments, whiten
 from slimerl.algorithms.table import ALGORITHMS, algorithm_of
 from slimerl.algorithms.terms import (
     Algorithm,
@@ -32,6 +32,7 @@ __all__ = [
     "TokenBatch",
     "ValueBatch",
     "algorithm_of",
+    "explained_variance",
     "moments",
     "whiten",
 ]

@@ -21,7 +21,7 @@ class Dpo(FromData):
         sums = sequences.sums(tokens.policy_logprobs - reference.detach())
         chosen, rejected = sums.view(pair_count(sequences, "dpo"), 2).unbind(1)
         margins = self.spec.dpo_beta * (chosen - rejected)
-        seen = margins.detach()
+        seen = margins.detach().double()
         means = {"preference/accuracy": (seen > 0).to(seen.dtype), "preference/margin": seen}
         return LossTerms(
             spread_over_pairs(preference_loss(margins), sequences, totals),

@@ -60,7 +60,18 @@ def moments(values: torch.Tensor) -> torch.Tensor:
 
 def whiten(values: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """(x - mean) / √(variance + 1e-8), mean and population variance from the `moments` of all tokens of the step."""
+    mean = total[1] / total[0].clamp(min=1.0)
+    return ((values.double() - mean) / (_variance(total) + VARIANCE_FLOOR).sqrt()).to(values.dtype)
+
+
+def explained_variance(of_returns: torch.Tensor, of_errors: torch.Tensor) -> float:
+    """1 - Var(R - V) / Var(R), from the `moments` of both over all tokens of the step: 1 for a critic that knows the
+    returns, 0 for one that knows their mean alone. 0 where all returns are equal."""
+    of_return, of_error = (_variance(each) for each in (of_returns, of_errors))
+    return 1 - float(of_error / of_return) if of_return > VARIANCE_FLOOR else 0.0
+
+
+def _variance(total: torch.Tensor) -> torch.Tensor:
+    """Of the population, from `moments`."""
     count = total[0].clamp(min=1.0)
-    mean = total[1] / count
-    variance = (total[2] / count - mean.square()).clamp(min=0.0)
-    return ((values.double() - mean) / (variance + VARIANCE_FLOOR).sqrt()).to(values.dtype)
+    return (total[2] / count - (total[1] / count).square()).clamp(min=0.0)

@@ -21,7 +21,7 @@ class RewardModel(FromData):
         chosen, rejected = scores.view(pair_count(sequences, "reward_model"), 2).unbind(1)
         lead = chosen - rejected
         wanted = lead - tokens.margins if tokens.margins is not None else lead
-        seen = lead.detach()
+        seen = lead.detach().double()
         means = {"preference/accuracy": (seen > 0).to(seen.dtype), "preference/margin": seen}
         return LossTerms(
             spread_over_pairs(preference_loss(wanted), sequences, totals),

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from slimerl.conductor.estimate import RunEstimate, estimate, longest_sample_tokens, samples_per_step, tokens_at_once
 from slimerl.conductor.preflight.machine import available_memory_bytes
+from slimerl.conductor.preflight.scored import critic_config
 from slimerl.resharding.families import family_of
 from slimerl.spec import RunSpec
 from slimerl.spec.schema import EngineSpec
@@ -27,7 +28,7 @@ def derived_table(spec: RunSpec) -> Table:
     """Layout, ranks, samples, tokens, bytes and memory of the run on this machine."""
     capabilities = detect()
     config = read_config(spec.model.path)
-    needed = estimate(spec, config, capabilities, engine_config(spec, config))
+    needed = estimate(spec, config, capabilities, engine_config(spec, config), critic_config(spec))
     table = Table(title=f"run {spec.name}: ready", title_justify="left", show_header=False)
     for label, value in (*layout_rows(spec, config, needed), *room_rows(spec, needed, capabilities)):
         table.add_row(label, value)
@@ -40,6 +41,9 @@ def layout_rows(spec: RunSpec, config: Mapping[str, Any], needed: RunEstimate) -
     yield "model", f"{spec.model.path} ({family}, {family_of(config).numel(config):,} parameters, {spec.model.dtype})"
     if spec.model.megatron_path is not None:
         yield "trainer's weights", str(spec.model.megatron_path)
+    if (critic := spec.critic_path) is not None:
+        warmup = spec.algorithm.value_warmup_steps
+        yield "critic", f"{critic}" + (f", alone for {warmup} steps" if warmup else "")
     yield from _trainer(spec, needed)
     yield from _sampling(spec, needed)
 
@@ -99,13 +103,14 @@ def _engines(engine: EngineSpec) -> str:
 def room_rows(spec: RunSpec, needed: RunEstimate, capabilities: Capabilities) -> Iterator[tuple[str, str]]:
     trainer, engine = needed.trainer, needed.engine
     reference = f", reference model {_gib(trainer.reference)}" if trainer.reference else ""
+    critic = f", critic {_gib(trainer.critic)}" if trainer.critic else ""
     if engine is not None:
         yield "parameters, engine rank", f"{engine.parameters:,} ({_gib(engine.weights)} GiB)"
     yield (
         "memory, trainer rank",
         f"{_gib(trainer.total)} GiB: weights {_gib(trainer.weights)}, gradients {_gib(trainer.gradients)}, optimizer "
         f"{_gib(trainer.optimizer)}, activations {_gib(trainer.activations)}, logits {_gib(trainer.logits)}, "
-        f"process {_gib(trainer.runtime)}{reference}",
+        f"process {_gib(trainer.runtime)}{reference}{critic}",
     )
     if engine is not None:
         staging = f", those on their way in {_gib(engine.staging)}" if engine.staging else ""

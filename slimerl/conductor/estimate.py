@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from slimerl.resharding.families import family_of
+from slimerl.resharding.families.family import PLAIN, SCORED, Form
 from slimerl.spec import RunSpec
 from slimerl.training.capabilities import Capabilities
 from slimerl.training.engine_layout import engine_form, engine_layout
@@ -22,6 +23,7 @@ from slimerl.training.memory_estimate import (
     engine_memory,
     export_bytes,
     trainer_memory,
+    with_critic,
 )
 from slimerl.training.trainer_layout import trainer_layout
 
@@ -60,30 +62,44 @@ class RunEstimate:
 
 
 def estimate(
-    spec: RunSpec, config: Mapping[str, Any], capabilities: Capabilities, of_engines: Mapping[str, Any] | None = None
+    spec: RunSpec,
+    config: Mapping[str, Any],
+    capabilities: Capabilities,
+    of_engines: Mapping[str, Any] | None = None,
+    of_critic: Mapping[str, Any] | None = None,
 ) -> RunEstimate:
     """What the run takes.
 
     Args:
         config: the trainer's `config.json`.
         of_engines: that of the engines' checkpoint (`engine_layout.engine_config`); None: the same.
+        of_critic: that of the critic's, where there is one; None: the same.
 
     Raises:
         ConfigError, LayoutError: the model cannot be laid out as the spec asks.
     """
     dtype, parallel = DTYPES[spec.model.dtype], spec.training.parallel
-    layout = trainer_layout(config, parallel, capabilities)
-    trainer = trainer_memory(
-        config,
-        layout,
-        dtype,
-        tokens_at_once(spec),
-        sequence_parallel=parallel.sequence_parallel,
-        recompute=spec.training.recompute,
-        fused=capabilities.for_dtype(spec.model.dtype).transformer_engine,
-        cuda=capabilities.cuda,
-        reference=spec.algorithm.has_reference_model,
-    )
+
+    def trained(of: Mapping[str, Any], form: Form) -> TrainerMemory:
+        return trainer_memory(
+            of,
+            trainer_layout(of, parallel, capabilities),
+            dtype,
+            tokens_at_once(spec),
+            sequence_parallel=parallel.sequence_parallel,
+            recompute=spec.training.recompute,
+            fused=capabilities.for_dtype(spec.model.dtype).transformer_engine,
+            cuda=capabilities.cuda,
+            reference=spec.algorithm.has_reference_model and form is not SCORED,
+            form=form,
+        )
+
+    trainer = trained(config, SCORED if spec.algorithm.name == "reward_model" else PLAIN)
+    checkpoint = checkpoint_bytes(config, dtype)
+    if spec.algorithm.has_critic:
+        critic = config if of_critic is None else of_critic
+        trainer = with_critic(trainer, trained(critic, SCORED))
+        checkpoint += checkpoint_bytes(critic, dtype)
     exported = export_bytes(config, dtype)
     host = parallel.world_size * trainer.total + min(exported, EXPORT_BUFFER_BYTES) + SIDE_RUNTIME_BYTES
     engine, sync, bucket, shared, sent_state = None, 0, 0, 0, 0
@@ -117,7 +133,7 @@ def estimate(
         shared_memory=shared,
         sent_state=sent_state,
         export=exported,
-        checkpoint=checkpoint_bytes(config, dtype),
+        checkpoint=checkpoint,
         host=host,
     )
 

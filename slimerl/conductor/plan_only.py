@@ -63,7 +63,9 @@ def planned_table(spec: RunSpec, directory: Path) -> Table:
         faults = [*size_faults(spec, config), *_engine_faults(spec, config, served, arguments.max_sequence_tokens)]
         if faults:
             raise PlanFaults("\n".join(faults))
-        needed = estimate(spec, config, GPUS, served)
+        path = spec.critic_path
+        critic = None if path in (None, spec.model.path) else _published("training.critic.path", path, directory)
+        needed = estimate(spec, config, GPUS, served, critic)
         each = int(spec.cluster.gpu_memory_gib * GIB)
         if faults := list(gpu_memory_faults(needed, each, spec.is_colocated)):
             raise PlanFaults("\n".join(faults))

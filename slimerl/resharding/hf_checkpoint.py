@@ -179,11 +179,12 @@ def write_checkpoint(
     source: Path,
     shard_bytes: int = 4 * _GIB,
     overwrite: bool = False,
+    changed: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `tensors` as they come, with the configuration and tokenizer files of the checkpoint `source`.
 
     All is written to a directory beside the final one and renamed when complete; where a link stands under the final
-    name, all that is where it leads. `config.json` gets the dtype of the tensors.
+    name, all that is where it leads. `config.json` gets the dtype of the tensors, and what is `changed`.
 
     Raises:
         FileExistsError: `directory` exists and `overwrite` is False.
@@ -198,7 +199,7 @@ def write_checkpoint(
     partial.mkdir()
     try:
         dtype = _write_shards(partial, tensors, shard_bytes)
-        copy_companions(source, partial, dtype)
+        copy_companions(source, partial, dtype, changed)
         _flush(partial)
         put_in_place(partial, directory)
     finally:
@@ -256,14 +257,15 @@ def is_companion(path: Path) -> bool:
     return path.is_file() and path.suffix in _COPIED and not path.name.endswith(".index.json")
 
 
-def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Configuration and tokenizer files; `config.json` gets the dtype."""
+def copy_companions(source: Path, target: Path, dtype: torch.dtype, changed: Mapping[str, Any] | None = None) -> None:
+    """Configuration and tokenizer files; `config.json` gets the dtype, and what is `changed`."""
     for path in sorted(source.iterdir()):
         if is_companion(path):
             shutil.copyfile(path, target / path.name)
     config = read_config(target)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
+    config |= changed or {}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -7,8 +7,9 @@ from slimerl.rewards.composite import Part, WeightedSum
 from slimerl.rewards.http import HttpScorer
 from slimerl.rewards.language_judge import CHAT_PATH, LanguageJudge
 from slimerl.rewards.outcome import RewardUnavailable, RunningReward
-from slimerl.rewards.pool import MATH, WorkerPool
+from slimerl.rewards.pool import MATH, MEMORY_BYTES, WorkerPool
 from slimerl.rewards.remote import Remote
+from slimerl.rewards.reward_model import CLASSIFY_PATH, ServedModel
 from slimerl.spec.reward import (
     AnyReward,
     CodeReward,
@@ -17,12 +18,15 @@ from slimerl.spec.reward import (
     HttpReward,
     JudgeReward,
     MathReward,
+    ModelReward,
+    ServedModelReward,
     single_rewards,
 )
 
 _MIB = 2**20
 _CODE = "slimerl.rewards.code:scorer"
 _FUNCTION = "slimerl.rewards.hooks:scorer"
+_MODEL = "slimerl.rewards.reward_model:scorer"
 
 
 def build_reward(spec: AnyReward) -> RunningReward:
@@ -39,6 +43,11 @@ def build_reward(spec: AnyReward) -> RunningReward:
             return WorkerPool(spec.workers, spec.timeout_s, _CODE, options=_limits(spec), starts_programs=True)
         case HttpReward():
             return HttpScorer(_remote(spec, spec.url))
+        case ModelReward():
+            options = {"path": str(spec.path), "correct_from": spec.correct_from}
+            return WorkerPool(spec.workers, spec.timeout_s, _MODEL, _model_memory(spec), options=options)
+        case ServedModelReward():
+            return ServedModel(_remote(spec, spec.url.rstrip("/") + CLASSIFY_PATH), spec.correct_from)
         case JudgeReward():
             return _judge(spec)
     raise AssertionError(f"no reward of kind {spec}")
@@ -48,6 +57,16 @@ def reads_prompt(spec: AnyReward) -> bool:
     """Does it look at `RewardRequest.prompt`? Decoding it costs as much as decoding the response."""
     kinds = (FunctionReward, HttpReward, JudgeReward)
     return any(isinstance(reward, kinds) for _, reward in single_rewards(spec))
+
+
+def reads_tokens(spec: AnyReward) -> bool:
+    """Does it look at `RewardRequest.tokens`?"""
+    return any(isinstance(reward, ModelReward | ServedModelReward) for _, reward in single_rewards(spec))
+
+
+def _model_memory(spec: ModelReward) -> int:
+    """Address space: that of torch and what a pass takes, the weights in memory, and their files, which are mapped."""
+    return 2 * MEMORY_BYTES + 2 * sum(file.stat().st_size for file in spec.path.glob("*.safetensors"))
 
 
 def _limits(spec: CodeReward) -> dict[str, int | float | bool]:
@@ -62,7 +81,7 @@ def _limits(spec: CodeReward) -> dict[str, int | float | bool]:
     }
 
 
-def _remote(spec: HttpReward | JudgeReward, url: str) -> Remote:
+def _remote(spec: HttpReward | ServedModelReward | JudgeReward, url: str) -> Remote:
     return Remote(url, spec.timeout_s, spec.concurrency, spec.token_variable)
 
 

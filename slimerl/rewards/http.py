@@ -14,6 +14,8 @@ import msgspec
 from slimerl.rewards.outcome import Failed, Outcome, RewardRequest, Scored, Unparsable
 from slimerl.rewards.remote import Remote, RemoteFailure
 
+SENT = ("sample_id", "prompt", "response", "answer")
+
 
 class _Verdict(msgspec.Struct, frozen=True):
     reward: float | None = None
@@ -36,7 +38,8 @@ class HttpScorer:
 
     async def score(self, request: RewardRequest) -> Outcome:
         try:
-            return _outcome(await self.remote.post(msgspec.to_builtins(request)))
+            texts = {name: getattr(request, name) for name in SENT}
+            return _outcome(await self.remote.post(texts))
         except RemoteFailure as failure:
             return Failed(failure.reason, str(failure))
 

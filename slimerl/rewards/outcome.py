@@ -39,12 +39,13 @@ Outcome = Scored | Unparsable | Failed
 
 class RewardRequest(msgspec.Struct, frozen=True):
     """What is to be judged. `response`: decoded text without special tokens; `answer`: the row's; `prompt`: as the
-    model got it, template included, for rewards that ask for it."""
+    model got it, template included, and `tokens`: prompt and response as sampled, for rewards that ask for them."""
 
     sample_id: str
     response: str
     answer: str
     prompt: str = ""
+    tokens: tuple[int, ...] = ()
 
 
 class Reward(Protocol):

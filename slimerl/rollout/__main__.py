@@ -25,7 +25,7 @@ from slimerl.engine.local_resources import NoAddress, own_address
 from slimerl.engine.protocol import SamplingParams
 from slimerl.resilience import heartbeat
 from slimerl.resilience.processes import die_with_parent
-from slimerl.rewards.build import build_reward, reads_prompt
+from slimerl.rewards.build import build_reward, reads_prompt, reads_tokens
 from slimerl.rewards.outcome import RewardUnavailable, RunningReward
 from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.agents.build import RunningAgent, announced, build_agent
@@ -169,7 +169,8 @@ async def _service(
     router = build_router(spec)
     clients = EngineClients(spec.deadlines.request_s)
     dispatcher, speculation = build_dispatcher(spec, router, clients)
-    judge = Judge(inputs.tokenizer.decode, reward, reads_prompt(spec.reward), reward.take_events)
+    reads = reads_prompt(spec.reward), reads_tokens(spec.reward)
+    judge = Judge(inputs.tokenizer.decode, reward, reads[0], reward.take_events, reads[1])
     loop = agent.loop(inputs.tokenizer)
     params = SamplingParams(
         rollout.max_new_tokens,

@@ -17,7 +17,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Judge:
-    """`reads_prompt`: the reward looks at the prompt too. `take_events`: what else it has to tell, by name."""
+    """`reads_prompt`, `reads_tokens`: the reward looks at the prompt, or at the token ids, too. `take_events`: what it
+    has to tell besides, by name."""
 
     def __init__(
         self,
@@ -25,10 +26,12 @@ class Judge:
         reward: Reward,
         reads_prompt: bool = False,
         take_events: Callable[[], Counter[str]] = Counter,
+        reads_tokens: bool = False,
     ) -> None:
         self._decode = decode
         self._reward = reward
         self._reads_prompt = reads_prompt
+        self._reads_tokens = reads_tokens
         self._take_events = take_events
         self._outcomes = Events()
         # One thread: a tokenizer need not be safe for more, and decoding is short. Off the event loop all the same,
@@ -42,7 +45,8 @@ class Judge:
         prompt = ""
         if self._reads_prompt:
             prompt = await loop.run_in_executor(self._decoder, self._decode, sample.prompt_tokens)
-        return await self._reward.score(RewardRequest(sample.sample_id, text, answer, prompt))
+        tokens = tuple(sample.tokens) if self._reads_tokens else ()
+        return await self._reward.score(RewardRequest(sample.sample_id, text, answer, prompt, tokens))
 
     def count(self, outcome: Outcome) -> None:
         """For `take_figures`."""

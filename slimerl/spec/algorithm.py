@@ -201,6 +201,14 @@ class AlgorithmSpec(Strict):
         return self.name in COMPARES_GROUPS or (self.name == "custom" and self.advantage_function is None)
 
     @property
+    def has_critic(self) -> bool:
+        return self.name == "ppo"
+
+    @property
+    def trains_on_pairs(self) -> bool:
+        return self.name in ("dpo", "reward_model")
+
+    @property
     def has_reference_model(self) -> bool:
         return self.kl_coef > 0 or self.name == "dpo"
 

@@ -88,6 +88,17 @@ class FunctionReward(_InWorkers):
     """`package.module:function`, (request: slimerl.rewards.outcome.RewardRequest) → an `Outcome`, True or False."""
 
 
+class ModelReward(_InWorkers):
+    """The score of a reward model (`algorithm.name: reward_model` trains one), in worker processes on the CPU."""
+
+    kind: Literal["model"]
+    path: FilePath
+    """Hugging Face checkpoint with a scalar head and the policy's tokenizer."""
+    timeout_s: Seconds = 60.0
+    correct_from: Real = 0.0
+    """A response counts as correct whose score is above this."""
+
+
 class _Remote(AnyReward):
     """Judged over HTTP."""
 
@@ -104,6 +115,13 @@ class HttpReward(_Remote):
     """A service of the user's. The exchange is described in `slimerl/rewards/http.py`."""
 
     kind: Literal["http"]
+
+
+class ServedModelReward(_Remote):
+    """The same from an SGLang server with that model (`sglang.launch_server --is-embedding`)."""
+
+    kind: Literal["served_model"]
+    correct_from: Real = 0.0
 
 
 class JudgeReward(_Remote):
@@ -143,6 +161,8 @@ SingleReward = Annotated[
     | Annotated[CodeReward, Tag("<code>")]
     | Annotated[FunctionReward, Tag("<function>")]
     | Annotated[HttpReward, Tag("<http>")]
+    | Annotated[ModelReward, Tag("<model>")]
+    | Annotated[ServedModelReward, Tag("<served_model>")]
     | Annotated[JudgeReward, Tag("<judge>")],
     Discriminator(_variant_of),
 ]
@@ -174,6 +194,8 @@ RewardSpec = Annotated[
     | Annotated[CodeReward, Tag("<code>")]
     | Annotated[FunctionReward, Tag("<function>")]
     | Annotated[HttpReward, Tag("<http>")]
+    | Annotated[ModelReward, Tag("<model>")]
+    | Annotated[ServedModelReward, Tag("<served_model>")]
     | Annotated[JudgeReward, Tag("<judge>")]
     | Annotated[CompositeReward, Tag("<composite>")],
     Discriminator(_variant_of),
@@ -195,4 +217,7 @@ def single_rewards(reward: AnyReward) -> Iterator[tuple[str, AnyReward]]:
 
 
 def _kinds() -> tuple[type[AnyReward], ...]:
-    return (MathReward, CodeReward, FunctionReward, HttpReward, JudgeReward, CompositeReward)
+    return (
+        *(MathReward, CodeReward, FunctionReward, HttpReward),
+        *(ModelReward, ServedModelReward, JudgeReward, CompositeReward),
+    )

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slimerl.spec.agent import AgentSpec, SingleTurnAgent, check_agent
 from slimerl.spec.algorithm import AlgorithmSpec
+from slimerl.spec.critic import CriticSpec, check_critic
 from slimerl.spec.evaluation import EvaluationSpec, check_evaluation
 from slimerl.spec.fields import (
     FilePath,
@@ -23,6 +24,7 @@ from slimerl.spec.fields import (
     Workers,
     tuple_from_list,
 )
+from slimerl.spec.optimizer import OptimizerSpec
 from slimerl.spec.oversample import check_oversample
 from slimerl.spec.reward import MathReward, RewardSpec
 from slimerl.spec.routing import check_routing_replay
@@ -50,7 +52,8 @@ class ModelSpec(Strict):
 
 
 class DataSpec(Strict):
-    """Prompts as JSONL. One row: `{"id", "prompt", "answer"}`, for SFT `{"id", "prompt", "response"}`."""
+    """Prompts as JSONL. One row: `{"id", "prompt", "answer"}`, for SFT `{"id", "prompt", "response"}`, for reward_model
+    and dpo `{"id", "prompt", "chosen", "rejected"}`."""
 
     train_path: FilePath
     eval_path: FilePath | None = None
@@ -114,22 +117,10 @@ class ParallelSpec(Strict):
         return self.tensor * self.context * self.pipeline * self.data
 
 
-class OptimizerSpec(Strict):
-    lr: Annotated[Real, Field(gt=0)] = 1e-6
-    min_lr: Annotated[Real, Field(ge=0)] = 0.0
-    warmup_steps: NonNegative = 0
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: Annotated[Real, Field(ge=0)] = 0.0
-    beta1: Annotated[Real, Field(gt=0, lt=1)] = 0.9
-    beta2: Annotated[Real, Field(gt=0, lt=1)] = 0.95
-    eps: Annotated[Real, Field(gt=0)] = 1e-8
-    clip_grad_norm: Annotated[Real, Field(gt=0)] = 1.0
-
-
 class TrainingSpec(Strict):
     steps: Positive
     prompts_per_step: Positive
-    """Prompts (groups) whose samples make one step; for SFT, rows per step."""
+    """Prompts (groups) whose samples make one step; where they come from data, rows per step."""
     minibatches_per_step: Positive = 1
     """Optimizer updates per step; above 1 the proximal log-probabilities take a pass of their own."""
     micro_batch_tokens: Positive = 4096
@@ -141,6 +132,8 @@ class TrainingSpec(Strict):
     not used; always: with FlexAttention in its place."""
     parallel: ParallelSpec = ParallelSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
+    critic: CriticSpec | None = None
+    """Of ppo; default: what `CriticSpec` says."""
     threads_per_rank: Workers = 1
     export_path: FilePath | None = None
     """Where the trained model is written as a Hugging Face checkpoint; default: OUTPUT_DIR/model."""
@@ -288,8 +281,10 @@ class RunSpec(Strict):
 
     @model_validator(mode="after")
     def _evaluation_has_rows(self) -> "RunSpec":
-        if self.evaluation.every_steps and self.data.eval_path is None:
-            raise ValueError("evaluation.every_steps needs held-out rows: set data.eval_path, or leave it out")
+        if self.evaluation.every_steps and not self.evaluates:
+            raise ValueError(
+                "evaluation.every_steps needs held-out rows: set data.eval_path or evaluation.sets, or leave it out"
+            )
         return self
 
     @property
@@ -310,6 +305,7 @@ class RunSpec(Strict):
             "algorithm.teacher_path": self.algorithm.teacher_path,
             "data.train_path": self.data.train_path,
             "data.eval_path": self.data.eval_path,
+            "training.critic.path": None if self.training.critic is None else self.training.critic.path,
         }
         sets = {f"evaluation.sets.{number}.path": one.path for number, one in enumerate(self.evaluation.sets)}
         return {key: path for key, path in paths.items() if path is not None} | sets
@@ -317,6 +313,17 @@ class RunSpec(Strict):
     @property
     def evaluates(self) -> bool:
         return self.data.eval_path is not None or bool(self.evaluation.sets)
+
+    @property
+    def critic_path(self) -> Path | None:
+        """Where the critic's weights come from; None: there is none."""
+        if not self.algorithm.has_critic:
+            return None
+        return (self.training.critic and self.training.critic.path) or self.model.path
+
+    @property
+    def critic_optimizer(self) -> OptimizerSpec:
+        return (self.training.critic and self.training.critic.optimizer) or self.training.optimizer
 
     @property
     def uses_engines(self) -> bool:
@@ -381,6 +388,7 @@ class RunSpec(Strict):
                 f"a step has {samples} samples, but training.minibatches_per_step * training.parallel.data = "
                 f"{parts} parts want at least one each; raise training.prompts_per_step"
             )
+        check_critic(self.training.critic, self.algorithm, training.steps, self.model.megatron_path)
         check_agent(self.agent, self.uses_engines, self.data.chat_template)
         if self.algorithm.compares_groups and rollout.samples_per_prompt < 2:
             raise ValueError(

@@ -7,42 +7,44 @@ source and syncer of its algorithm.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from slimerl.algorithms import Algorithm, algorithm_of
+from slimerl.resharding.families.family import PLAIN, SCORED
 from slimerl.resharding.layouts import LayoutError
 from slimerl.spec import RunSpec
 from slimerl.training.batching import Batching, build_batching
 from slimerl.training.capabilities import Capabilities
 from slimerl.training.checkpoint.content import TrainedState
 from slimerl.training.checkpoint.start import load_megatron_weights
+from slimerl.training.critic import bare_model, build_critic
+from slimerl.training.fused_adam import begin_state
 from slimerl.training.loop import NoEngines, Syncer
-from slimerl.training.model import build_chunks, wrap_for_training
-from slimerl.training.model_config import (
-    ModelArguments,
-    UnsupportedModel,
-    model_arguments,
-    read_config,
-    transformer_config,
-)
-from slimerl.training.needs import unroutable, unsupplied
+from slimerl.training.model import wrap_for_training
+from slimerl.training.model_config import ModelArguments, UnsupportedModel
+from slimerl.training.needs import unsupplied
 from slimerl.training.optimizer import build_optimizer, build_schedule
 from slimerl.training.parallel import Grid, broadcast_bytes
+from slimerl.training.preference_data import PairSource
+from slimerl.training.preference_rows import read_pairs
 from slimerl.training.rollout_client import RolloutClient
 from slimerl.training.rollout_source import RolloutSource
 from slimerl.training.routing_replay import RoutingReplay
-from slimerl.training.sft_data import RowSource
+from slimerl.training.sft_data import SampleSource
 from slimerl.training.sft_rows import load_tokenizer, read_samples
 from slimerl.training.source import Source
 from slimerl.training.step import PolicyTrainer
 from slimerl.training.stragglers import RankTimes
 from slimerl.training.teacher import load_teacher
-from slimerl.training.weights import ModelMap, export_weights, load_weights, model_map
+from slimerl.training.value_trainer import ValueTrainer
+from slimerl.training.weights import ModelMap, export_weights, load_weights
 
 if TYPE_CHECKING:
     from slimerl.training.colocated import ColocatedSyncer
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -76,36 +78,35 @@ def build_policy(spec: RunSpec, grid: Grid, capabilities: Capabilities) -> Polic
         raise UnsupportedModel(f"training.export_path {spec.export_dir} is model.path: the export would replace it")
     if lacking := unsupplied(spec.algorithm):
         raise UnsupportedModel("\n".join(lacking))
-    hf_config = read_config(spec.model.path)
-    arguments = model_arguments(hf_config)
-    if lacking := unroutable(spec.algorithm, arguments):
-        raise UnsupportedModel("\n".join(lacking))
-    replay = spec.algorithm.routing_replay
-    capabilities = capabilities.for_dtype(spec.model.dtype).sharing_prompts(spec.training.shared_prefix)
-    config = transformer_config(
-        *(arguments, spec.training.parallel, spec.model.dtype, capabilities, spec.training.recompute),
-        replays_routing=replay != "none",
-    )
-    where = model_map(hf_config, spec.training.parallel, capabilities)
-    bare = build_chunks(arguments, config, capabilities, where.vocabulary_rows(arguments.vocab_size))
-    if spec.model.megatron_path is None:
-        load_weights(bare, spec.model.path, where, grid.rank)
-    else:
-        load_megatron_weights(bare, spec.model.megatron_path, spec.model.path, hf_config, grid)
-    replicas = spec.training.parallel.data * spec.training.parallel.context
-    chunks = wrap_for_training(bare, config, capabilities.overlaps_reduction(replicas))
-    # after loading: the optimizer copies the weights
-    optimizer = build_optimizer(spec.training.optimizer, chunks, config.params_dtype)
-    schedule = build_schedule(spec.training.optimizer, spec.training.steps, optimizer)
     algorithm = algorithm_of(spec.algorithm)
-    refresh_steps = spec.algorithm.reference_refresh_steps
-    routing = RoutingReplay(chunks, replay)
-    trainer = PolicyTrainer(chunks, optimizer, schedule, algorithm, grid, refresh_steps, routing)
-    if spec.algorithm.teacher_path is not None:
-        trainer.teacher = load_teacher(spec.algorithm.teacher_path, spec.model.path, chunks, where, grid.rank)
-    batching = build_batching(spec, grid, capabilities, arguments)
-    state = TrainedState(chunks, optimizer, schedule)
-    return Policy(trainer, state, chunks, arguments, algorithm, where, grid, batching, spec.model.path)
+    capabilities = capabilities.for_dtype(spec.model.dtype).sharing_prompts(spec.training.shared_prefix)
+    bare = bare_model(spec.model.path, spec, capabilities, SCORED if algorithm.needs.scores else PLAIN)
+    if spec.model.megatron_path is None:
+        load_weights(bare.chunks, spec.model.path, bare.map, grid.rank)
+    else:
+        load_megatron_weights(bare.chunks, spec.model.megatron_path, spec.model.path, bare.map.config, grid)
+    replicas = spec.training.parallel.data * spec.training.parallel.context
+    chunks = wrap_for_training(bare.chunks, bare.config, capabilities.overlaps_reduction(replicas))
+    # after loading: the optimizer copies the weights
+    optimizer = build_optimizer(spec.training.optimizer, chunks, bare.config.params_dtype)
+    schedule = build_schedule(spec.training.optimizer, spec.training.steps, optimizer)
+    path, critic = spec.critic_path, None
+    if path is not None:
+        critic = build_critic(path, spec, grid, capabilities, algorithm)
+        if spec.algorithm.value_warmup_steps:
+            begin_state(optimizer)
+    if algorithm.needs.scores:
+        trainer: PolicyTrainer = ValueTrainer(chunks, optimizer, schedule, algorithm, grid)
+    else:
+        refresh_steps = spec.algorithm.reference_refresh_steps
+        routing = RoutingReplay(chunks, spec.algorithm.routing_replay)
+        taught = None if critic is None else critic.trainer
+        trainer = PolicyTrainer(chunks, optimizer, schedule, algorithm, grid, refresh_steps, routing, critic=taught)
+        if spec.algorithm.teacher_path is not None:
+            trainer.teacher = load_teacher(spec.algorithm.teacher_path, spec.model.path, chunks, bare.map, grid.rank)
+    batching = build_batching(spec, grid, capabilities, bare.arguments, algorithm.needs)
+    state = TrainedState(chunks, optimizer, schedule, None if critic is None else critic.state)
+    return Policy(trainer, state, chunks, bare.arguments, algorithm, bare.map, grid, batching, spec.model.path)
 
 
 def rank_comparison(policy: Policy) -> Callable[[Mapping[str, float]], Mapping[str, float]]:
@@ -154,15 +155,24 @@ def in_turns(spec: RunSpec, policy: Policy, syncer: Syncer) -> "ColocatedSyncer"
             "sync.transport: shards needs engines on GPUs of their own; set cluster.placement: disaggregated, or "
             "sync.transport: ipc"
         )
-    parts = TrainerParts(policy.chunks, policy.state.optimizer)
+    states = policy.state.all
+    chunks = [chunk for state in states for chunk in state.chunks]
+    parts = TrainerParts(chunks, *(state.optimizer for state in states))
     lease_s = spec.deadlines.batch_s + spec.deadlines.sync_s
     return ColocatedSyncer(syncer, parts, share_problems, lease_s, policy.grid.is_first)
 
 
 def without_engines(spec: RunSpec, policy: Policy) -> tuple[Source, Syncer]:
-    """For supervised fine-tuning. Raises DataError."""
+    """For what is trained on given answers. Raises DataError."""
     tokenizer = load_tokenizer(spec.model.path, spec.data)
-    longest = policy.arguments.max_sequence_tokens
-    train = read_samples(spec.data.train_path, tokenizer, spec.data, longest)
-    held_out = read_samples(spec.data.eval_path, tokenizer, spec.data, longest) if spec.data.eval_path else []
-    return RowSource(spec, policy.grid, policy.batching, train, held_out), NoEngines()
+
+    def rows(read: Callable[..., list[Kind]]) -> tuple[list[Kind], list[Kind]]:
+        """(of training, held out)"""
+        given = (spec.data.train_path, spec.data.eval_path)
+        longest = policy.arguments.max_sequence_tokens
+        train, held_out = (read(path, tokenizer, spec.data, longest) if path else [] for path in given)
+        return train, held_out
+
+    if policy.algorithm.needs.pairs:
+        return PairSource(spec, policy.grid, policy.batching, *rows(read_pairs)), NoEngines()
+    return SampleSource(spec, policy.grid, policy.batching, *rows(read_samples)), NoEngines()

@@ -35,6 +35,7 @@ class PackForm:
         shared_prefix: samples with equal prompts compute it once; needs `segmented`.
         segmented: for this package's own attention; otherwise for Transformer Engine's (THD).
         routed: micro-batches carry the experts that the engine chose; None: they carry a record that is empty.
+        scores: asked for is what stands at each sampled token, the last included, and not what predicts it.
     """
 
     tensor: int = 1
@@ -43,6 +44,7 @@ class PackForm:
     segmented: bool = True
     device: torch.device | str = "cpu"
     routed: RoutedShape | None = None
+    scores: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class MicroBatch:
         computed_tokens: of the whole pack, padding included.
         proximal_logprobs, reference_logprobs, teacher_logprobs: [sampled tokens of the pack], where they are asked for
             and known (on the last pipeline stage), from the start of the step on.
+        old_values, returns: [sampled tokens of the pack], of the critic, as these.
         routing: which experts the tokens are given, where that is replayed.
     """
 
@@ -79,6 +82,8 @@ class MicroBatch:
     reference_logprobs: torch.Tensor | None = None
     teacher_logprobs: torch.Tensor | None = None
     routing: RoutingRecord = field(default_factory=RoutingRecord)
+    old_values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     @property
     def sampled_tokens(self) -> int:
@@ -94,7 +99,7 @@ def pack(
         temperature: of sampling.
         totals: of the minibatch; default: these samples are all of it.
     """
-    line = _line_up(samples, form.shared_prefix)
+    line = _line_up(samples, form)
     laid = _lay(line, form)
     tokens = np.full(laid.total, PADDING_TOKEN, dtype=np.int64)
     tokens[laid.where] = line.tokens
@@ -126,14 +131,18 @@ def pack_nothing(device: torch.device) -> MicroBatch:
     """No tokens, with everything that may be asked for: what a rank that knows no log-probabilities names figures
     with."""
     nothing = pack([], 1.0, PackForm(device=device))
-    return replace(nothing, proximal_logprobs=nothing.advantages, reference_logprobs=nothing.advantages)
+    none = nothing.advantages
+    # means over samples or pairs divide by their number, and there are no terms
+    totals = BatchTotals(tokens=0, sequences=1, groups=1)
+    nothing = replace(nothing, totals=totals, proximal_logprobs=none, reference_logprobs=none)
+    return replace(nothing, old_values=none, returns=none)
 
 
 @dataclass(frozen=True)
 class _Line:
-    """Samples one after the other, without padding. Of each sampled token: `before`, the token that predicts it;
-    `answers`, its id; `behavior`, its log-probability while sampling; `sample`, whose it is, and `sequence`, the same
-    counted in the order of the line."""
+    """Samples one after the other, without padding. Of each sampled token: `before`, the token that predicts it (with
+    `PackForm.scores` the token itself); `answers`, its id; `behavior`, its log-probability while sampling; `sample`,
+    whose it is, and `sequence`, the same counted in the order of the line."""
 
     segments: list[Segment]
     tokens: np.ndarray
@@ -154,10 +163,11 @@ class _Run:
     stop: int
 
 
-def _line_up(samples: Sequence[TrainingSample], shared_prefix: bool) -> _Line:
+def _line_up(samples: Sequence[TrainingSample], form: PackForm) -> _Line:
+    back = 0 if form.scores else 1
     alike: dict[object, list[int]] = defaultdict(list)
     for number, sample in enumerate(samples):
-        alike[sample.tokens[: sample.prompt_length].tobytes() if shared_prefix else number].append(number)
+        alike[sample.tokens[: sample.prompt_length].tobytes() if form.shared_prefix else number].append(number)
     segments: list[Segment] = []
     parts: dict[str, list[np.ndarray]] = defaultdict(list)
     runs: list[_Run] = []
@@ -175,12 +185,13 @@ def _line_up(samples: Sequence[TrainingSample], shared_prefix: bool) -> _Line:
         for number in numbers:
             sample = samples[number]
             sampled = np.flatnonzero(sample.sampled)
-            computed = sample.tokens[: sample.prompt_length + int(sampled.max(initial=0))]
+            stop = sample.prompt_length + int(sampled.max(initial=back - 1)) + (1 - back)
+            computed = sample.tokens[:stop]
             own = computed if parent is None else computed[sample.prompt_length :]
             # the response's first token would stand here
             response = end + sample.prompt_length if parent is None else end
-            before = response + sampled - 1
-            if parent is not None:
+            before = response + sampled - back
+            if parent is not None and back:
                 before[sampled == 0] = prompt_end - 1
             if len(own):
                 segments.append(Segment(end, len(own), parent))

@@ -6,6 +6,7 @@ Flows in: the spec, this rank's grid, the model. Flows out: `Batching`. Invarian
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from slimerl.algorithms import Needs
 from slimerl.spec import RunSpec
 from slimerl.training.batches import MicroBatch, PackForm, pack
 from slimerl.training.capabilities import Capabilities
@@ -42,7 +43,9 @@ class Batching:
         ]
 
 
-def build_batching(spec: RunSpec, grid: Grid, capabilities: Capabilities, arguments: ModelArguments) -> Batching:
+def build_batching(
+    spec: RunSpec, grid: Grid, capabilities: Capabilities, arguments: ModelArguments, needs: Needs
+) -> Batching:
     training = spec.training
     shared_prefix = training.shared_prefix != "never" and capabilities.segmented
     rules = PackingRules(
@@ -52,6 +55,7 @@ def build_batching(spec: RunSpec, grid: Grid, capabilities: Capabilities, argume
         pair_cost=pair_cost(arguments.transformer),
         # Megatron's interleaved schedule takes micro-batches in rounds of one for each stage
         multiple=training.parallel.pipeline if training.parallel.virtual > 1 else 1,
+        pairs=needs.pairs,
     )
     form = PackForm(
         tensor=training.parallel.tensor,
@@ -60,6 +64,7 @@ def build_batching(spec: RunSpec, grid: Grid, capabilities: Capabilities, argume
         segmented=capabilities.segmented,
         device=grid.device,
         routed=routed_shape(arguments) if spec.algorithm.routing_replay == "r3" else None,
+        scores=needs.scores,
     )
     return Batching(rules, form, spec.rollout.temperature if spec.uses_engines else 1.0)
 

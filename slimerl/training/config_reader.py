@@ -15,6 +15,8 @@ WITHOUT_EFFECT = frozenset(
         *("architectures", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
         *("initializer_range", "transformers_version", "max_window_layers", "_name_or_path", "is_llama_config"),
         *("transformers.js_config", "auto_map", "ep_size"),
+        # names of a classifier's outputs; how many there are, its tensors say
+        *("id2label", "label2id", "num_labels", "problem_type"),
         # losses and outputs of pre-training; the policy is trained by the algorithm's loss alone
         *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "output_router_logits"),
     )

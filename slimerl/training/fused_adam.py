@@ -24,3 +24,18 @@ def fuse_torch_adam(optimizer: Any) -> None:
         if isinstance(inner, torch.optim.Adam):
             for group in inner.param_groups:
                 group["fused"], group["foreach"] = True, False
+
+
+def begin_state(optimizer: Any) -> None:
+    """Adam's state as it is before the first update, which otherwise makes it: for a checkpoint of an optimizer that
+    has made none yet."""
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = each.optimizer
+        if inner is None:
+            continue
+        if not isinstance(inner, torch.optim.Adam):
+            each.init_state_fn(inner)
+            continue
+        for parameter in (one for group in inner.param_groups for one in group["params"]):
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            inner.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}

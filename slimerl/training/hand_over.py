@@ -16,6 +16,7 @@ Who holds the engines meanwhile, and when the turns are: `colocated.py`.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -131,9 +132,9 @@ class TrainerParts:
     """What this rank can give away, in three parts. Megatron's own moves (`offload_to_cpu`) are not used: they
     replace the optimizer's tensors, which in float32 are views of the weights, and updates would miss the model."""
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """`chunks`: wrapped for training."""
-        self._chunks, self._optimizer = chunks, optimizer
+    def __init__(self, chunks: Sequence[Any], *optimizers: Any) -> None:
+        """`chunks`: wrapped for training; of the critic, too, where there is one."""
+        self._chunks, self._optimizers = chunks, optimizers
         self.weights: list[StowedStorage] = []
         self.gradients: list[StowedStorage] = []
         self.optimizer: list[StowedStorage] = []
@@ -146,7 +147,9 @@ class TrainerParts:
         taken: set[int] = set()
         self.weights = _storages((b.param_data for b in buffers), known, taken, keep=True)
         self.gradients = _storages((b.grad_data for b in buffers), known, taken, keep=False)
-        self.optimizer = _storages(_optimizer_tensors(self._optimizer), known, taken, keep=True)
+        self.optimizer = _storages(
+            chain.from_iterable(map(_optimizer_tensors, self._optimizers)), known, taken, keep=True
+        )
 
     @property
     def all(self) -> list[StowedStorage]:

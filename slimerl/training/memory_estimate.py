@@ -6,7 +6,7 @@ weights move, so that every family and layout is counted exactly; the rest are e
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
@@ -62,6 +62,8 @@ class TrainerMemory:
     runtime: int
     reference: int
     """The reference model's weights. On a machine with CUDA they lie in host memory instead, and are not in here."""
+    critic: int = 0
+    """The critic's weights, gradients and optimizer; what a pass of it keeps takes the place of the policy's."""
 
     @property
     def total(self) -> int:
@@ -107,6 +109,7 @@ def trainer_memory(
     fused: bool = False,
     cuda: bool = False,
     reference: bool = False,
+    form: Form = PLAIN,
 ) -> TrainerMemory:
     """The rank that takes most, over the pipeline stages (ranks of one stage take the same).
 
@@ -116,6 +119,7 @@ def trainer_memory(
             "selective" changes nothing here, since the attention matrix is not kept anyway.
         fused: Transformer Engine's kernels.
         reference: the algorithm needs a reference model (`reference.py`).
+        form: with a scalar head there are no logits.
 
     Raises:
         ConfigError, LayoutError: the model has no table, or cannot be cut like that.
@@ -123,7 +127,7 @@ def trainer_memory(
     of_stage = layout.world_size // layout.pipeline
     found = []
     for stage in range(layout.pipeline):
-        shapes = _shapes(family_of(config).megatron_placements(config, layout, stage * of_stage))
+        shapes = _shapes(family_of(config).megatron_placements(config, layout, stage * of_stage, form))
         share = layout.tensor if sequence_parallel else 1
         kept_per_token = _activation_width(shapes, config, share) * (1 if fused else UNFUSED)
         in_flight = _in_flight(layout, stage)
@@ -133,7 +137,8 @@ def trainer_memory(
         else:
             per_token = kept_per_token * in_flight
         activations = int(per_token * tokens * dtype.itemsize)
-        logits = _logits(shapes, tokens) if layout.last_prefix(stage * of_stage) is not None else 0
+        asked = layout.last_prefix(stage * of_stage) is not None and not form.score
+        logits = _logits(shapes, tokens) if asked else 0
         kept = 0 if cuda else min(FREE_BYTES, activations + logits)
         dense, experts = _count(shapes, experts=False), _count(shapes, experts=True)
         found.append(
@@ -150,6 +155,15 @@ def trainer_memory(
             )
         )
     return max(found, key=lambda memory: memory.total)
+
+
+def with_critic(policy: TrainerMemory, critic: TrainerMemory) -> TrainerMemory:
+    """A rank of both, each counted where it takes most; they compute one after the other."""
+    return replace(
+        policy,
+        activations=max(policy.activations, critic.activations),
+        critic=critic.weights + critic.gradients + critic.optimizer,
+    )
 
 
 def engine_memory(

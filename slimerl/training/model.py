@@ -63,17 +63,22 @@ class PolicyModel(GPTModel):
 
 
 def build_chunks(
-    arguments: ModelArguments, config: TransformerConfig, capabilities: Capabilities, vocabulary_rows: int
+    arguments: ModelArguments,
+    config: TransformerConfig,
+    capabilities: Capabilities,
+    vocabulary_rows: int,
+    kind: type[GPTModel] = PolicyModel,
 ) -> list[torch.nn.Module]:
     """The model chunks of this rank (one, without virtual pipeline stages), in the model's dtype, not yet loaded.
 
     Args:
         vocabulary_rows: of the embedding over all ranks, padding included.
+        kind: `PolicyModel`, or `value_model.ValueModel`.
     """
     virtual = config.virtual_pipeline_model_parallel_size
     chunks: list[torch.nn.Module] = []
     for stage in [None] if virtual is None else list(range(virtual)):
-        model = PolicyModel(
+        model = kind(
             config=config,
             transformer_layer_spec=build_spec(config, capabilities, stage),
             vocab_size=vocabulary_rows,
@@ -88,7 +93,8 @@ def build_chunks(
             rope_scaling_factor=arguments.llama3_rope_factor or 1.0,
             vp_stage=stage,
         )
-        model.true_vocabulary = arguments.vocab_size
+        if isinstance(model, PolicyModel):
+            model.true_vocabulary = arguments.vocab_size
         if capabilities.segmented:
             _take_positions_from_packs(model)
         chunks.append(Float16Module(config, model) if config.bf16 else model)

@@ -11,6 +11,7 @@ from slimerl.training.architecture import ModelArguments
 
 SUPPLIED = frozenset(
     {"sequences", "entropy_gradient", "lengths", "reference", "proximal", "token_advantages", "whitening"}
+    | {"critic", "pairs", "scores"}
 )
 """Fields of `Needs` that the training loop fills."""
 

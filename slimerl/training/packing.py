@@ -6,7 +6,7 @@ indices.
 Invariants:
     every sample stands in exactly one micro-batch of one rank;
     within a minibatch, every rank has the same number of micro-batches (Megatron's collectives need that);
-    no micro-batch has more tokens than the budget, unless it is one sample alone;
+    no micro-batch has more tokens than the budget, unless it is one sample (or pair) alone;
     the costs of two ranks differ by at most the most expensive unit (sample, or samples that share a prompt);
     a micro-batch is empty (it is computed on padding) only where the last round, one for each rank times `multiple`,
     has more places than units are left.
@@ -48,6 +48,7 @@ class PackingRules:
         shared_prefix: samples of a group that stand in one micro-batch compute their prompt once.
         pair_cost: what one pair of query and key costs in attention, where a token costs 1 elsewhere (`cost.py`).
         multiple: of the number of micro-batches (the interleaved pipeline schedule needs whole rounds).
+        pairs: samples 2k and 2k + 1 are a pair, and stand in one micro-batch, in this order.
     """
 
     ranks: int
@@ -55,6 +56,7 @@ class PackingRules:
     shared_prefix: bool = False
     pair_cost: float = 0.0
     multiple: int = 1
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,16 +85,17 @@ def plan_step(shapes: Sequence[SampleShape], rules: PackingRules, minibatches: i
 
     Args:
         shapes: of each sample; at least one.
-        minibatches: optimizer updates of the step; at most as many as samples.
+        minibatches: optimizer updates of the step; at most as many as samples, or pairs.
 
     Raises:
         ValueError: fewer samples than minibatches.
     """
-    if len(shapes) < minibatches:
+    together = 2 if rules.pairs else 1
+    if len(shapes) < minibatches * together:
         raise ValueError(
             f"a step of {len(shapes)} samples cannot be cut into training.minibatches_per_step = {minibatches}"
         )
-    bounds = [len(shapes) * part // minibatches for part in range(minibatches + 1)]
+    bounds = [len(shapes) // together * part // minibatches * together for part in range(minibatches + 1)]
     return StepPlan(tuple(_plan_minibatch(shapes, range(start, stop), rules) for start, stop in pairwise(bounds)))
 
 
@@ -123,7 +126,10 @@ def _totals(shapes: Sequence[SampleShape]) -> BatchTotals:
 
 
 def _ways_to_cut(shapes: Sequence[SampleShape], samples: range, rules: PackingRules) -> Iterator[list[_Unit]]:
-    """Whole groups, halves, quarters … down to single samples, but nothing that exceeds the budget."""
+    """Whole groups, halves, quarters … down to single samples, but nothing that exceeds the budget; pairs are whole."""
+    if rules.pairs:
+        yield [_unit(shapes, [each, each + 1], rules) for each in samples[::2]]
+        return
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for sample in samples:
         shape = shapes[sample]
@@ -154,8 +160,9 @@ def _parts(shapes: Sequence[SampleShape], group: Sequence[int], parts: int) -> l
 def _unit(shapes: Sequence[SampleShape], samples: Sequence[int], rules: PackingRules) -> _Unit:
     prompt = shapes[samples[0]].prompt
     responses = [shapes[sample].response for sample in samples]
-    tokens = prompt + sum(responses)
-    pairs = prompt**2 / 2 + sum(each * prompt + each**2 / 2 for each in responses)
+    prompts = prompt if rules.shared_prefix else prompt * len(samples)
+    tokens = prompts + sum(responses)
+    pairs = prompts * prompt / 2 + sum(each * prompt + each**2 / 2 for each in responses)
     return _Unit(tuple(samples), tokens, tokens + rules.pair_cost * pairs)
 
 
@@ -177,7 +184,7 @@ def _fewest(units: Sequence[_Unit], budget: int) -> int:
 
 
 def _fits(units: Sequence[_Unit], budget: int) -> bool:
-    return sum(len(unit.samples) for unit in units) <= 1 or sum(unit.tokens for unit in units) <= budget
+    return len(units) <= 1 or sum(unit.tokens for unit in units) <= budget
 
 
 def _balanced(units: Sequence[_Unit], bins: int) -> list[list[_Unit]]:

@@ -1,10 +1,11 @@
-"""Supervised fine-tuning's source of samples: tokenised rows (`sft_rows.py`), epoch after epoch.
+"""Sources of tokenised rows, epoch after epoch; of those of supervised fine-tuning (`sft_rows.py`).
 
 Flows in: samples. Flows out: this rank's micro-batches. Invariant: the order is a pure function of the seed, the epoch
 and the ids.
 """
 
 from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import xxhash
@@ -20,7 +21,15 @@ from slimerl.training.step import PolicyTrainer
 from slimerl.training.training_sample import TrainingSample
 
 
-class RowSource:
+class _Row(Protocol):
+    @property
+    def sample_id(self) -> str: ...
+
+
+RowKind = TypeVar("RowKind", bound=_Row)
+
+
+class RowSource(Generic[RowKind]):
     """Epoch after epoch of all rows, each epoch in an order of its own; a step may span two epochs."""
 
     def __init__(
@@ -28,8 +37,8 @@ class RowSource:
         spec: RunSpec,
         grid: Grid,
         batching: Batching,
-        train: Sequence[TrainingSample],
-        held_out: Sequence[TrainingSample] = (),
+        train: Sequence[RowKind],
+        held_out: Sequence[RowKind] = (),
     ) -> None:
         self._spec, self._grid, self._batching, self._train = spec, grid, batching, train
         self._held_out = held_out[: spec.evaluation.max_prompts]
@@ -54,14 +63,12 @@ class RowSource:
         """The trainer evaluates by itself, when it is asked to; the spec refuses evaluation.background here."""
 
     def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float]:
-        """Mean negative log-likelihood per response token of the held-out rows, in nats."""
-        [micro_batches] = self._packed(self._held_out, minibatches=1)
-        found = torch.cat([torch.zeros(0, device=self._grid.device), *trainer.logprobs(micro_batches)]).double()
-        sums = torch.stack([-found.sum(), found.new_tensor(len(found))])
-        (total, count), _ = sum_and_max(sums, found.new_zeros(0), counts_here=self._grid.speaks_for_replica)
-        return {"eval/loss": total / max(1.0, count)}
+        raise NotImplementedError
 
-    def _at(self, position: int) -> TrainingSample:
+    def _packed(self, rows: Sequence[RowKind], minibatches: int) -> list[list[MicroBatch]]:
+        raise NotImplementedError
+
+    def _at(self, position: int) -> RowKind:
         epoch, place = divmod(position, len(self._train))
         if epoch != self._epoch:
             keys = [f"{self._spec.seed}/{epoch}/{sample.sample_id}".encode() for sample in self._train]
@@ -69,10 +76,20 @@ class RowSource:
             self._epoch = epoch
         return self._train[self._places[place]]
 
-    def _packed(self, samples: Sequence[TrainingSample], minibatches: int) -> list[list[MicroBatch]]:
+
+class SampleSource(RowSource[TrainingSample]):
+    def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float]:
+        """Mean negative log-likelihood per response token of the held-out rows, in nats."""
+        [micro_batches] = self._packed(self._held_out, minibatches=1)
+        found = torch.cat([torch.zeros(0, device=self._grid.device), *trainer.logprobs(micro_batches)]).double()
+        sums = torch.stack([-found.sum(), found.new_tensor(len(found))])
+        (total, count), _ = sum_and_max(sums, found.new_zeros(0), counts_here=self._grid.speaks_for_replica)
+        return {"eval/loss": total / max(1.0, count)}
+
+    def _packed(self, rows: Sequence[TrainingSample], minibatches: int) -> list[list[MicroBatch]]:
         shapes = [
             SampleShape(sample.prompt_length, len(sample.sampled), sample.sample_id, int(sample.sampled.sum()))
-            for sample in samples
+            for sample in rows
         ]
         plan = self._batching.plan(shapes, minibatches)
-        return self._batching.packs(plan, samples, self._grid.place.data)
+        return self._batching.packs(plan, rows, self._grid.place.data)

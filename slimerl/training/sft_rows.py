@@ -16,19 +16,22 @@ from slimerl.spec.schema import DataSpec
 from slimerl.training.training_sample import TrainingSample
 
 
-def read_samples(path: Path, tokenizer: Any, data: DataSpec, max_tokens: int) -> list[TrainingSample]:
+def read_samples(
+    path: Path, tokenizer: Any, data: DataSpec, max_tokens: int, target: str = "response"
+) -> list[TrainingSample]:
     """Read, check and tokenise a data file.
 
     Args:
         tokenizer: of transformers.
         max_tokens: the model's longest sequence.
+        target: key of what the prompt is answered with.
 
     Raises:
         DataError: one line per fault: file, line, reason; or the chat template cannot frame a prompt.
     """
     try:
         with path.open(encoding="utf-8") as lines:
-            rows = parse_rows(lines, str(path), target="response")
+            rows = parse_rows(lines, str(path), target)
     except OSError as error:
         raise DataError(f"{path}: cannot read the data: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -26,6 +26,9 @@ from slimerl.training.routing_replay import RoutingReplay
 from slimerl.training.statistics import Statistics
 from slimerl.training.stragglers import ComputeTimer
 from slimerl.training.token_advantages import with_token_advantages
+
+if TYPE_CHECKING:
+    from slimerl.training.value_trainer import ValueTrainer
 
 LossFunction = Callable[[Any], tuple[torch.Tensor, torch.Tensor, Any]]
 
@@ -46,14 +49,20 @@ class PolicyTrainer:
         grid: Grid,
         reference_refresh_steps: int = 0,
         routing: RoutingReplay | None = None,
+        with_reference: bool = True,
+        critic: "ValueTrainer | None" = None,
     ) -> None:
-        """Where the algorithm needs a reference model, it is what the chunks hold now.
+        """Where the algorithm needs a reference model, it is what the chunks hold now; where it needs a critic, that is
+        given.
 
         Args:
             routing: of these chunks; None: nothing is replayed.
         """
         self.chunks = list(chunks)
-        self._reference = ReferenceModel(chunks, reference_refresh_steps) if algorithm.needs.reference else None
+        wanted = with_reference and algorithm.needs.reference
+        self._reference = ReferenceModel(chunks, reference_refresh_steps) if wanted else None
+        self._critic = critic
+        self._name = "train"
         self._optimizer = optimizer
         self._schedule = schedule
         self._algorithm = algorithm
@@ -74,26 +83,38 @@ class PolicyTrainer:
         """One optimizer update per minibatch.
 
         What an algorithm needs of the start of the step comes first, with the weights there: log-probabilities of the
-        reference model, advantages of the tokens, proximal log-probabilities. With one minibatch these equal the
-        policy's own, and no pass is spent on them but where the advantages need them.
+        reference model, values of the critic, advantages of the tokens, proximal log-probabilities. With one minibatch
+        these equal the policy's own, and no pass is spent on them but where the advantages need them.
 
         Returns:
-            Figures of the whole step, the same on every rank (`train/…`, `agreement/…`).
+            Figures of the whole step, the same on every rank (`train/…`, `agreement/…`, `critic/…`).
 
         Raises:
             NotFinite: the gradient norm is infinite or not a number.
         """
         minibatches = self._with_logprobs(minibatches)
+        if self._critic is not None:
+            minibatches = self._critic.with_values(minibatches)
         self._schedule.step(1)
         self.compute_s = 0.0
         statistics = Statistics()
-        if self._algorithm.needs.token_advantages:
-            minibatches = with_token_advantages(minibatches, self._algorithm, self._grid, statistics)
-        norms = [self._update(minibatch, statistics) for minibatch in minibatches]
-        figures = statistics.reduced(counts_here=self._grid.speaks_for_replica)
-        figures["train/grad_norm"] = math.fsum(norms) / len(norms)
-        figures["train/lr"] = self._optimizer.param_groups[0]["lr"]
-        return figures
+        minibatches = self._with_advantages(minibatches, statistics)
+        figures: dict[str, float] = {}
+        if self._is_trained():
+            norms = [self._update(minibatch, statistics) for minibatch in minibatches]
+            figures[f"{self._name}/grad_norm"] = math.fsum(norms) / len(norms)
+        else:
+            self._look(minibatches, statistics)
+        figures |= statistics.reduced(counts_here=self._grid.speaks_for_replica)
+        figures[f"{self._name}/lr"] = self._optimizer.param_groups[0]["lr"]
+        return figures if self._critic is None else figures | self._critic.learn(minibatches)
+
+    @torch.no_grad()
+    def measure(self, minibatches: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
+        """The figures of the loss under the present weights, as of `step`; nothing is trained."""
+        statistics = Statistics()
+        self._look(self._with_logprobs(minibatches), statistics)
+        return statistics.reduced(counts_here=self._grid.speaks_for_replica)
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
@@ -103,11 +124,26 @@ class PolicyTrainer:
         """
 
         def keep(micro_batch: MicroBatch, output: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            logprobs = self._whole(output[0], micro_batch)
+            logprobs = self._whole(self._first_output(output), micro_batch)
             return logprobs.sum(), _count(0, logprobs.device), logprobs
 
         with trace.span("logprobs"):
             return self._run(micro_batches, lambda index: partial(keep, micro_batches[index]), forward_only=True)
+
+    def _is_trained(self) -> bool:
+        """In the present step; a critic may be taught first."""
+        return self._algorithm.trains_policy(self._schedule.num_steps)
+
+    def _first_output(self, output: Any) -> torch.Tensor:
+        logprobs: torch.Tensor = output[0]
+        return logprobs
+
+    def _with_advantages(
+        self, minibatches: Sequence[Sequence[MicroBatch]], statistics: Statistics
+    ) -> Sequence[Sequence[MicroBatch]]:
+        if not self._algorithm.needs.token_advantages:
+            return minibatches
+        return with_token_advantages(minibatches, self._algorithm, self._grid, statistics)
 
     def _with_logprobs(self, minibatches: Sequence[Sequence[MicroBatch]]) -> Sequence[Sequence[MicroBatch]]:
         """The micro-batches with the log-probabilities that are needed before the first update."""
@@ -136,19 +172,27 @@ class PolicyTrainer:
             for minibatch, of_each in zip(minibatches, found, strict=True)
         ]
 
+    @torch.no_grad()
+    def _look(self, minibatches: Sequence[Sequence[MicroBatch]], statistics: Statistics) -> None:
+        """Figures of the losses alone."""
+        for minibatch in minibatches:
+            self._pass(minibatch, statistics, forward_only=True)
+
+    def _pass(self, micro_batches: Sequence[MicroBatch], statistics: Statistics, forward_only: bool) -> None:
+        def loss_of(index: int) -> LossFunction:
+            return partial(self._loss, micro_batches[index], statistics)
+
+        self._run(micro_batches, loss_of, forward_only)
+        if not self._grid.is_last_stage:
+            self._name_figures(statistics)
+
     def _update(self, micro_batches: Sequence[MicroBatch], statistics: Statistics) -> float:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self._optimizer.zero_grad()
-
-        def loss_of(index: int) -> LossFunction:
-            return partial(self._loss, micro_batches[index], statistics)
-
         self._timer.begin()
         with trace.span("forward and backward"):
-            self._run(micro_batches, loss_of, forward_only=False)
-        if not self._grid.is_last_stage:
-            self._name_figures(statistics)
+            self._pass(micro_batches, statistics, forward_only=False)
         with trace.span("optimizer"):
             _, norm, _ = self._optimizer.step()
         self.compute_s += self._timer.seconds()
@@ -181,9 +225,12 @@ class PolicyTrainer:
         if self._routing.of_engine:
             own["train/routing_unrecorded"] = micro_batch.routing.unrecorded
         statistics.add(replace(terms, means=terms.means | own), micro_batch)
-        # every context-parallel rank knows all tokens; they are counted once
+        return terms.per_token.sum(), self._counted(micro_batch), None
+
+    def _counted(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Every context-parallel rank knows all tokens; they are counted once."""
         counted = micro_batch.sampled_tokens if self._grid.place.context == 0 else 0
-        return terms.per_token.sum(), _count(counted, logprobs.device), None
+        return _count(counted, micro_batch.advantages.device)
 
     def _whole(self, own: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         """[sampled tokens of the pack] from those of this context-parallel rank."""

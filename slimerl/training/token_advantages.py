@@ -1,8 +1,8 @@
 """Advantages that differ from token to token, for every micro-batch of a step.
 
 Flows in: micro-batches that carry the samples' outcomes and the log-probabilities of the start of the step. Flows out:
-the same with the advantage of each token. Invariant: whitening takes mean and variance over the tokens of the whole
-step, each counted once over all ranks, so that nothing depends on the split.
+the same with the advantage of each token, and the returns for a critic. Invariant: whitening takes mean and variance
+over the tokens of the whole step, each counted once over all ranks, so that nothing depends on the split.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,11 @@ def with_token_advantages(
         total = _over_all_ranks(torch.cat([each for minibatch in values for each in minibatch]), grid)
         values = [[whiten(each, total) for each in minibatch] for minibatch in values]
     return [
-        [replace(micro_batch, advantages=each) for micro_batch, each in zip(minibatch, of_tokens, strict=True)]
-        for minibatch, of_tokens in zip(minibatches, values, strict=True)
+        [
+            replace(micro_batch, advantages=each, returns=terms.returns)
+            for micro_batch, each, terms in zip(minibatch, of_tokens, of_terms, strict=True)
+        ]
+        for minibatch, of_tokens, of_terms in zip(minibatches, values, found, strict=True)
     ]
 
 
@@ -55,6 +58,7 @@ def _advantages(micro_batch: MicroBatch, algorithm: Algorithm) -> TokenAdvantage
             sequences=micro_batch.sequences,
             proximal_logprobs=micro_batch.proximal_logprobs,
             reference_logprobs=micro_batch.reference_logprobs,
+            values=micro_batch.old_values,
         )
     )
 

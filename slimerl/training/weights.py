@@ -7,16 +7,19 @@ That holds for what the trainer does not build, too: the multi-token-prediction 
 the model was loaded from, and a name that repeats another tensor there (a tied head) repeats it again.
 """
 
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from slimerl.resharding.assemble import scatter
 from slimerl.resharding.buckets import split_into_buckets
 from slimerl.resharding.families import Family, family_of
+from slimerl.resharding.families.family import PLAIN, Form, stored_form
+from slimerl.resharding.families.score import SCORE
 from slimerl.resharding.gather import Gather
 from slimerl.resharding.hf_checkpoint import HfCheckpoint, check_keys, write_checkpoint
 from slimerl.resharding.layouts import MegatronLayout
@@ -38,21 +41,25 @@ class ModelMap:
     config: Mapping[str, Any]
     family: Family
     layout: MegatronLayout
+    form: Form = PLAIN
+    """`family.SCORED`: a reward model, a critic."""
 
     def vocabulary_rows(self, vocabulary: int) -> int:
         """Rows of the embedding over all ranks, padding included."""
         return self.layout.padded_vocabulary(vocabulary)
 
     def placements(self, rank: int) -> list[Placement]:
-        return self.family.megatron_placements(self.config, self.layout, rank)
+        return self.family.megatron_placements(self.config, self.layout, rank, self.form)
 
     def logical_tensors(self, dtype: torch.dtype | None = None) -> list[LogicalTensor]:
-        return self.family.logical_tensors(self.config, dtype)
+        return self.family.logical_tensors(self.config, dtype, self.form)
 
 
-def model_map(config: Mapping[str, Any], parallel: ParallelSpec, capabilities: Capabilities) -> ModelMap:
+def model_map(
+    config: Mapping[str, Any], parallel: ParallelSpec, capabilities: Capabilities, form: Form = PLAIN
+) -> ModelMap:
     """The map of the model of this `config.json`. Raises ConfigError or LayoutError, naming the key."""
-    return ModelMap(config, family_of(config), trainer_layout(config, parallel, capabilities))
+    return ModelMap(config, family_of(config), trainer_layout(config, parallel, capabilities), form)
 
 
 PLACED_BUFFER = "router.expert_bias"
@@ -83,6 +90,9 @@ def keep_buffers_wide(parameters: Mapping[str, torch.Tensor]) -> None:
 def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path, where: ModelMap, rank: int) -> None:
     """Fill every parameter of this rank; a checkpoint of another dtype is converted.
 
+    A scalar head that the checkpoint does not have, that of a language model, begins as zeros: every score is 0 at
+    first, on every layout.
+
     Raises:
         CheckpointError: a tensor is missing, unexpected or of the wrong shape.
     """
@@ -90,8 +100,12 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path, where: Mod
     keep_buffers_wide(parameters)
     family, config = where.family, where.config
     with HfCheckpoint(checkpoint) as tensors:
-        check_keys(tensors, where.logical_tensors(), family.aliases(config), family.unused_tensors(config))
-        scatter(where.placements(rank), tensors, parameters, cast=True)
+        form = stored_form(tensors) if where.form.score else where.form
+        built = family.logical_tensors(config, form=form)
+        check_keys(tensors, built, family.aliases(config, form), family.unused_tensors(config, form))
+        head = {each.name: torch.zeros(each.shape) for each in where.logical_tensors() if each.name == SCORE}
+        # a map of its own: it is only read
+        scatter(where.placements(rank), ChainMap(cast(Any, tensors), head), parameters, cast=True)
 
 
 def export_weights(
@@ -112,19 +126,31 @@ def export_weights(
         return
     parameters = named_parameters(chunks)
     dtype = next(iter(parameters.values())).dtype
-    tensors = where.family.checkpoint_tensors(where.config, dtype)
+    tensors = where.family.checkpoint_tensors(where.config, dtype, where.form)
     gather = Gather(
         [where.placements(rank) for rank in grid.holder_ranks],
-        split_into_buckets(tensors, where.family.fused_groups(where.config), bucket_bytes),
+        split_into_buckets(tensors, where.family.fused_groups(where.config, where.form), bucket_bytes),
         grid.holders,
     )
     gathered = (pair for bucket in gather.run(parameters) for pair in bucket)
     if grid.is_first:
         with HfCheckpoint(source) as given:
-            write_checkpoint(destination, _completed(gathered, given, where), source, overwrite=True)
+            tensors_of_all = gathered if where.form.score else _completed(gathered, given, where)
+            changed = scored_config(where.config) if where.form.score else {}
+            write_checkpoint(destination, tensors_of_all, source, overwrite=True, changed=changed)
     else:
         for _ in gathered:
             raise AssertionError("only the first rank of a group receives tensors")
+
+
+def scored_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What `config.json` of a model with a scalar head says otherwise, for transformers and SGLang."""
+    architectures = config.get("architectures") or []
+    return {
+        "architectures": [each.replace("ForCausalLM", "ForSequenceClassification") for each in architectures],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
 
 
 def _completed(

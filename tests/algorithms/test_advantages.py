@@ -2,13 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from algorithm_data import random_step, step_tokens, vector
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimerl.algorithms import MissingInput, StepTokens, algorithm_of, moments, whiten
+from slimerl.algorithms import MissingInput, StepTokens, algorithm_of, explained_variance, moments, whiten
 from slimerl.algorithms.advantages import group_relative, leave_one_out
 from slimerl.algorithms.dapo import overlong_penalty
 from slimerl.algorithms.sequences import Sequences
@@ -129,3 +130,18 @@ def test_tokens_out_of_order_or_of_unknown_samples_are_refused(of, count):
 def test_a_sample_without_tokens_has_no_last_one():
     with pytest.raises(ValueError, match="sample 1 of the micro-batch has no token"):
         _ = Sequences(torch.tensor([0, 2]), 3).ends
+
+
+def test_explained_variance_is_that_of_numpy_over_parts_that_add_up():
+    generator = torch.Generator().manual_seed(5)
+    returns, values = torch.randn(2, 40, generator=generator, dtype=torch.float64) + 3
+    errors = returns - values
+
+    def whole(tensor):
+        return moments(tensor[:7]) + moments(tensor[7:])
+
+    expected = 1 - np.var(errors.numpy()) / np.var(returns.numpy())
+    assert explained_variance(whole(returns), whole(errors)) == pytest.approx(expected)
+    assert explained_variance(whole(returns), whole(returns - 5)) == pytest.approx(0), "the mean explains nothing"
+    assert explained_variance(whole(returns), whole(0 * returns)) == 1
+    assert explained_variance(whole(0 * returns + 1), whole(returns)) == 0, "there is nothing to explain"

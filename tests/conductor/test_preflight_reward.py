@@ -30,14 +30,14 @@ CASES = {
     "kind far from any": (
         ["reward.kind=oracle"],
         nothing,
-        "spec.yaml: reward.kind: there is no kind 'oracle' here; choose one of math, code, function, http, judge, "
-        "composite",
+        "spec.yaml: reward.kind: there is no kind 'oracle' here; choose one of math, code, function, http, model, "
+        "served_model, judge, composite",
     ),
     "composite in a composite": (
         ["reward={kind: composite, parts: [{weight: 1, reward: {}}, {weight: 1, reward: {kind: composite}}]}"],
         nothing,
         "spec.yaml: reward.parts.1.reward.kind: there is no kind 'composite' here; choose one of math, code, function, "
-        "http, judge",
+        "http, model, served_model, judge",
     ),
     "misspelt key of a part": (
         ["reward={kind: composite, parts: [{weight: 1, reward: {timout_s: 3}}, {weight: 1, reward: {}}]}"],
@@ -47,7 +47,7 @@ CASES = {
     "key of another kind": (
         ["reward.url=http://here:1"],
         nothing,
-        "spec.yaml: reward: kind math does not read 'url', which belongs to http and judge; drop it",
+        "spec.yaml: reward: kind math does not read 'url', which belongs to http and served_model and judge; drop it",
     ),
     "missing key": (["reward={kind: http}"], nothing, "spec.yaml: 'reward.url' is missing"),
     "url of another protocol": (

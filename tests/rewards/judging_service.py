@@ -47,6 +47,13 @@ class JudgingService:
         await asyncio.sleep(0.05)
         return web.json_response(VERDICT)
 
+    async def _classify(self, _: web.Request) -> web.Response:
+        """As SGLang answers for a model with a scalar head, and below for one with none."""
+        return web.json_response({"embedding": [1.5], "meta_info": {"id": "x"}})
+
+    async def _vector_classify(self, _: web.Request) -> web.Response:
+        return web.json_response({"embedding": [1.5, 2.5]})
+
     async def _hangs(self, _: web.Request) -> web.Response:
         await asyncio.sleep(3600)
         raise AssertionError

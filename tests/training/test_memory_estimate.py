@@ -10,7 +10,14 @@ from tiny_models import tiny_model
 
 from slimerl.resharding.families import BlockScales, Form, family_of
 from slimerl.resharding.layouts import EngineLayout, MegatronLayout
-from slimerl.training.memory_estimate import GIB, checkpoint_bytes, engine_memory, export_bytes, trainer_memory
+from slimerl.training.memory_estimate import (
+    GIB,
+    checkpoint_bytes,
+    engine_memory,
+    export_bytes,
+    trainer_memory,
+    with_critic,
+)
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 LARGE = sorted(path.stem for path in MODELS.glob("*.json"))
@@ -152,3 +159,14 @@ def test_an_engine_in_fp8_holds_a_byte_for_each_weight_that_has_a_scale():
     found = engine_memory(config, EngineLayout(), torch.bfloat16, 1, 1, 1, form=form)
     assert found.weights == sum(tensor.nbytes for tensor in held) + copies - biases
     assert found.parameters == engine_memory(config, EngineLayout(), torch.bfloat16, 1, 1, 1).parameters
+
+
+def test_a_critic_takes_weights_gradients_and_optimizer_of_its_own_and_no_logits():
+    config, layout = model("qwen3_8b"), MegatronLayout(data=2)
+    policy = trainer_memory(config, layout, BF16, 1024)
+    critic = trainer_memory(config, layout, BF16, 1024, form=Form(score=True))
+    head = config["vocab_size"] * config["hidden_size"]
+    assert critic.parameters == policy.parameters - head + config["hidden_size"]
+    assert critic.logits == 0
+    both = with_critic(policy, critic)
+    assert both.total - policy.total == critic.parameters * (6 + 12 // 2)

@@ -8,7 +8,11 @@ from slimerl.training.needs import unsupplied
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo", "gspo", "cispo", "rloo", "dapo", "reinforce_pp", "reinforce_pp_baseline", "sft"]
+    "name",
+    [
+        *("grpo", "gspo", "cispo", "rloo", "dapo", "reinforce_pp", "reinforce_pp_baseline", "ppo"),
+        *("sft", "dpo", "reward_model"),
+    ],
 )
 def test_what_the_loop_fills_is_trained(name):
     assert unsupplied(AlgorithmSpec(name=name)) == []
@@ -17,9 +21,7 @@ def test_what_the_loop_fills_is_trained(name):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"name": "ppo"}, "with these options needs critic"),
-        ({"name": "dpo"}, "pairs"),
-        ({"name": "distillation"}, "teacher"),
+        ({"name": "distillation"}, "with these options needs teacher"),
     ],
 )
 def test_what_it_does_not_fill_is_refused_by_name(spec, message):
@@ -28,9 +30,12 @@ def test_what_it_does_not_fill_is_refused_by_name(spec, message):
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "custom"])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_the_spec_knows_which_algorithms_have_a_reference_model(name, kl_coef):
+def test_the_spec_knows_which_algorithms_have_a_reference_model_a_critic_or_pairs(name, kl_coef):
     options = {"loss_length_tokens": 9} if name == "dr_grpo" else {}
     if "kl_coef" in ALGORITHM_OPTIONS[name]:
         options["kl_coef"] = kl_coef
     spec = AlgorithmSpec(name=name, **options)
-    assert spec.has_reference_model == algorithm_of(spec).needs.reference
+    needs = algorithm_of(spec).needs
+    assert (spec.has_reference_model, spec.has_critic, spec.trains_on_pairs) == (
+        *(needs.reference, needs.critic, needs.pairs),
+    )

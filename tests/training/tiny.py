@@ -58,15 +58,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 """transformers' configuration class and what differs from `SHAPE`."""
 
 
-def write_model(directory: Path, kind: str, tied: bool = False, **changes: Any) -> torch.nn.Module:
-    """A random Hugging Face model, saved into `directory` and returned."""
+def write_model(
+    directory: Path, kind: str, tied: bool = False, scored: bool = False, **changes: Any
+) -> torch.nn.Module:
+    """A random Hugging Face model, saved into `directory` and returned; `scored`: with a scalar head."""
     import transformers
 
     transformers.logging.disable_progress_bar()
     config_class, own = KINDS[kind]
     config = getattr(transformers, config_class)(**SHAPE | own | {"tie_word_embeddings": tied} | changes)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    made = transformers.AutoModelForSequenceClassification if scored else transformers.AutoModelForCausalLM
+    if scored:
+        config.num_labels = 1
+    model = made.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1 + ("norm" in name))
@@ -97,17 +102,21 @@ def start(parallel: ParallelSpec) -> Any:
     return grids.start(parallel, here, here.device(0), timeout_s=60, seed=1)
 
 
-def build(model_path: Path, parallel: ParallelSpec, dtype: str = "fp32", grid: Any = None) -> Built:
-    """The loaded model on this rank's grid, not yet wrapped."""
+def build(
+    model_path: Path, parallel: ParallelSpec, dtype: str = "fp32", grid: Any = None, scored: bool = False
+) -> Built:
+    """The loaded model on this rank's grid, not yet wrapped; `scored`: with a scalar head."""
     grid = start(parallel) if grid is None else grid
-    from slimerl.training import capabilities, model, model_config, weights
+    from slimerl.resharding.families.family import Form
+    from slimerl.training import capabilities, model, model_config, value_model, weights
 
     here = capabilities.detect()
     hf = model_config.read_config(model_path)
     arguments = model_config.model_arguments(hf)
     config = model_config.transformer_config(arguments, parallel, dtype, here)
-    where = weights.model_map(hf, parallel, here)
-    chunks = model.build_chunks(arguments, config, here, where.vocabulary_rows(arguments.vocab_size))
+    where = weights.model_map(hf, parallel, here, Form(score=scored))
+    kind = value_model.ValueModel if scored else model.PolicyModel
+    chunks = model.build_chunks(arguments, config, here, where.vocabulary_rows(arguments.vocab_size), kind)
     weights.load_weights(chunks, model_path, where, grid.rank)
     return Built(grid, chunks, where, config)
 
@@ -161,8 +170,11 @@ def micro_batches(
     shared_prefix: bool = False,
     at_least: int = 1,
     routed: Any = None,
+    pairs: bool = False,
+    scores: bool = False,
 ) -> list[Any]:
-    """This rank's micro-batches, per minibatch, `at_least` so many. Samples with equal prompts form a group."""
+    """This rank's micro-batches, per minibatch, `at_least` so many. Samples with equal prompts form a group, or, with
+    `pairs`, two samples one after the other."""
     from slimerl.training.batches import PackForm
     from slimerl.training.batching import Batching
     from slimerl.training.packing import PackingRules, SampleShape
@@ -172,20 +184,29 @@ def micro_batches(
     sizes = grid.sizes
     multiple = max(at_least, sizes.pipeline if sizes.virtual > 1 else 1)
     batching = Batching(
-        PackingRules(sizes.data, budget, shared_prefix, multiple=multiple),
-        PackForm(sizes.tensor, Stripes(grid.place.context, sizes.context), shared_prefix, routed=routed),
+        PackingRules(sizes.data, budget, shared_prefix, multiple=multiple, pairs=pairs),
+        PackForm(sizes.tensor, Stripes(grid.place.context, sizes.context), shared_prefix, routed=routed, scores=scores),
         temperature,
     )
     shapes = [
         SampleShape(
-            each.prompt_length, len(each.sampled), each.tokens[: each.prompt_length].tobytes(), int(each.sampled.sum())
+            *(each.prompt_length, len(each.sampled)),
+            number // 2 if pairs else each.tokens[: each.prompt_length].tobytes(),
+            int(each.sampled.sum()),
         )
-        for each in step.samples
+        for number, each in enumerate(step.samples)
     ]
     return batching.packs(batching.plan(shapes, minibatches), step.samples, grid.place.data)
 
 
-def trainer(built: Built, algorithm: AlgorithmSpec, optimizer: OptimizerSpec, steps: int, routing: str = "none") -> Any:
+def trainer(
+    built: Built,
+    algorithm: AlgorithmSpec,
+    optimizer: OptimizerSpec,
+    steps: int,
+    routing: str = "none",
+    critic: Any = None,
+) -> Any:
     from slimerl.training.model import wrap_for_training
     from slimerl.training.optimizer import build_optimizer, build_schedule
     from slimerl.training.routing_replay import RoutingReplay
@@ -196,7 +217,9 @@ def trainer(built: Built, algorithm: AlgorithmSpec, optimizer: OptimizerSpec, st
     schedule = build_schedule(optimizer, steps, adam)
     refresh_steps = algorithm.reference_refresh_steps
     replay = RoutingReplay(chunks, routing)  # type: ignore[arg-type]
-    return PolicyTrainer(chunks, adam, schedule, algorithm_of(algorithm), built.grid, refresh_steps, replay)
+    return PolicyTrainer(
+        chunks, adam, schedule, algorithm_of(algorithm), built.grid, refresh_steps, replay, critic=critic
+    )
 
 
 def collected(built: Built) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """What is checked before anything starts: the spec against its files and this machine.
 
     paths     what the file system refuses: permissions, links, names
+    scored    models with a scalar head: the critic's, a reward model's
     model     config.json, the trainer's and the engines' layout, the checkpoint's tensors
     data      tokenizer, vocabulary, every row of every data file
     agent     its tools, sandbox, functions and environment
@@ -20,6 +21,7 @@ from slimerl.conductor.preflight.machine import machine_faults, version_faults
 from slimerl.conductor.preflight.model import model_faults
 from slimerl.conductor.preflight.paths import path_faults
 from slimerl.conductor.preflight.reward import reward_faults
+from slimerl.conductor.preflight.scored import critic_faults
 from slimerl.spec import RunSpec
 from slimerl.training.capabilities import detect
 from slimerl.training.needs import unsupplied
@@ -39,6 +41,10 @@ def preflight(spec: RunSpec) -> list[str]:
     faults = [*version_faults(spec), *_algorithm_faults(spec)]
     config, of_model = model_faults(spec, capabilities)
     faults += of_model
+    of_critic = list(critic_faults(spec))
+    faults += of_critic
+    if of_critic:
+        of_model = [*of_model, *of_critic]
     faults += data_faults(spec, config)
     faults += agent_faults(spec)
     faults += reward_faults(spec)

@@ -12,6 +12,7 @@ from slimerl.rollout.prompts import scan_file, scan_prompts
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.samples.rows import DataError, shown_faults
 from slimerl.spec import RunSpec
+from slimerl.training.preference_rows import ANSWERS, read_pairs
 from slimerl.training.sft_rows import load_tokenizer, read_samples
 
 
@@ -37,7 +38,9 @@ def _file_faults(key: str, path: Path, spec: RunSpec, tokenizer: PromptTokenizer
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         return [f"{key}: {path} {what}; name a JSONL file (a relative path starts at {Path.cwd()})"]
-    rows, faults = scan_file(path, "answer" if spec.uses_engines else "response")
+    targets = ANSWERS if spec.algorithm.trains_on_pairs else ("answer" if spec.uses_engines else "response",)
+    rows, faults = scan_file(path, targets[0])
+    faults += [fault for target in targets[1:] for fault in scan_file(path, target)[1] if fault not in faults]
     if tokenizer is not None:
         try:
             faults += scan_prompts(rows, tokenizer.encode, spec.data.max_prompt_tokens, str(path))[1]
@@ -56,6 +59,7 @@ def _response_faults(spec: RunSpec, longest: int) -> Iterator[str]:
     for path in (spec.data.train_path, spec.data.eval_path):
         if path is not None:
             try:
-                read_samples(path, tokenizer, spec.data, longest)
+                read = read_pairs if spec.algorithm.trains_on_pairs else read_samples
+                read(path, tokenizer, spec.data, longest)
             except DataError as error:
                 yield from str(error).splitlines()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slimerl.conductor.estimate import DTYPES, RECORD_BYTES
+from slimerl.conductor.preflight.scored import critic_config
 from slimerl.conductor.run import USED_NAMES
 from slimerl.spec import RunSpec
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR
@@ -38,7 +39,10 @@ def written_bytes(spec: RunSpec, config: Mapping[str, Any] | None) -> dict[str, 
     if spec.checkpoint.every_steps:
         # the new one is written before the oldest is removed
         kept = min(spec.checkpoint.keep_last + 1, -(-spec.training.steps // spec.checkpoint.every_steps))
-        record += max(0, kept * checkpoint_bytes(config, dtype) - _size(spec.run_dir / CHECKPOINTS_DIR))
+        each = checkpoint_bytes(config, dtype)
+        if spec.algorithm.has_critic:
+            each += checkpoint_bytes(critic_config(spec) or config, dtype)
+        record += max(0, kept * each - _size(spec.run_dir / CHECKPOINTS_DIR))
     if spec.uses_engines and spec.sync.transport == "disk":
         record += exported
     return {"output_dir": record, "training.export_path": exported}

@@ -13,6 +13,7 @@ import torch
 
 from slimerl.conductor.estimate import RunEstimate, estimate
 from slimerl.conductor.preflight.disk import free_bytes
+from slimerl.conductor.preflight.scored import critic_config
 from slimerl.conductor.reach import lasting_faults
 from slimerl.conductor.versions import ENGINE_PINS, TRAINER_PINS, version_fault
 from slimerl.engine.local_resources import NoAddress, own_address
@@ -38,7 +39,7 @@ def machine_faults(spec: RunSpec, config: Mapping[str, Any] | None, capabilities
         yield from gpu_faults(spec, torch.cuda.device_count())
         yield from lasting_faults(spec)
     if config is not None:
-        needed = estimate(spec, config, capabilities, engine_config(spec, config))
+        needed = estimate(spec, config, capabilities, engine_config(spec, config), critic_config(spec))
         if capabilities.cuda:
             yield from gpu_memory_faults(needed, min(_gpu_memory_bytes()), spec.is_colocated)
             yield from sent_state_faults(needed, available_memory_bytes())
@@ -145,6 +146,8 @@ def _parts(needed: RunEstimate) -> str:
     }
     if trainer.reference:
         parts["reference model"] = trainer.reference
+    if trainer.critic:
+        parts["critic"] = trainer.critic
     return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from slimerl.conductor.preflight.speculation import speculation_faults
 from slimerl.resharding.coverage import CoverageError
 from slimerl.resharding.families import ConfigError, family_of
-from slimerl.resharding.families.family import PLAIN, Form
+from slimerl.resharding.families.family import PLAIN, Form, stored_form
 from slimerl.resharding.hf_checkpoint import CheckpointError, HfCheckpoint, check_keys
 from slimerl.resharding.layouts import LayoutError
 from slimerl.spec import RunSpec
@@ -43,7 +43,7 @@ def model_faults(spec: RunSpec, capabilities: Capabilities) -> tuple[Config | No
     faults = [
         *unroutable(spec.algorithm, arguments),
         *(size_faults(spec, config) or _caught(lambda: _check_placements(spec, config, capabilities))),
-        *_checkpoint_faults("model.path", spec.model.path, config),
+        *_checkpoint_faults("model.path", spec.model.path, config, scored=spec.algorithm.name == "reward_model"),
         *_distributed_faults(spec.model.megatron_path, config),
     ]
     if spec.uses_engines:
@@ -333,15 +333,17 @@ def _distributed_faults(path: Path | None, config: Config) -> Iterator[str]:
         yield f"model.megatron_path: {path} is another model than model.path: they differ in {', '.join(differing)}"
 
 
-def _checkpoint_faults(key: str, path: Path, config: Config, form: Form = PLAIN) -> Iterator[str]:
-    """Reads headers alone: every tensor that `config.json` asks for is there, in its shape."""
+def _checkpoint_faults(key: str, path: Path, config: Config, form: Form = PLAIN, scored: bool = False) -> Iterator[str]:
+    """Reads headers alone: every tensor that `config.json` asks for is there, in its shape. `scored`: it may have a
+    scalar head in place of the output layer."""
     family = family_of(config)
     try:
         with HfCheckpoint(path) as checkpoint:
+            form = stored_form(checkpoint) if scored else form
             check_keys(
                 checkpoint,
                 family.logical_tensors(config, form=form),
-                family.aliases(config),
+                family.aliases(config, form),
                 family.unused_tensors(config, form),
             )
     except (CheckpointError, ConfigError) as error:

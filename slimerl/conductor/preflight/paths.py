@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimerl.spec import RunSpec
-from slimerl.spec.reward import JudgeReward, single_rewards
+from slimerl.spec.reward import JudgeReward, ModelReward, single_rewards
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, COMPANIONS
 
 _READ = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".safetensors", ".distcp")
@@ -42,12 +42,15 @@ def _inputs(spec: RunSpec) -> Iterator[tuple[str, Path]]:
         "algorithm.teacher_path": spec.algorithm.teacher_path,
         "data.train_path": spec.data.train_path,
         "data.eval_path": spec.data.eval_path,
+        "training.critic.path": spec.critic_path if spec.critic_path != spec.model.path else None,
     }
     yield from ((key, path) for key, path in named.items() if path is not None)
     yield from ((key, path) for key, path in spec.input_paths.items() if key.startswith("evaluation."))
     for where, reward in single_rewards(spec.reward) if spec.uses_engines else ():
         if isinstance(reward, JudgeReward):
             yield f"{where}.rubric_path", reward.rubric_path
+        if isinstance(reward, ModelReward):
+            yield f"{where}.path", reward.path
 
 
 def _input_faults(key: str, path: Path) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slimerl.conductor.preflight import machine
+from slimerl.conductor.preflight.scored import reward_model_faults
 from slimerl.rewards.code import parse_tests
 from slimerl.rewards.hooks import PARAMETERS
 from slimerl.rewards.language_judge import rubric_fault
@@ -19,7 +20,16 @@ from slimerl.rollout.prompts import scan_file
 from slimerl.samples.rows import shown_faults
 from slimerl.spec import RunSpec
 from slimerl.spec.functions import CustomFunctionError, load_function
-from slimerl.spec.reward import AnyReward, CodeReward, FunctionReward, HttpReward, JudgeReward, single_rewards
+from slimerl.spec.reward import (
+    AnyReward,
+    CodeReward,
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    ModelReward,
+    ServedModelReward,
+    single_rewards,
+)
 
 _GIB = 2**30
 _PROBE_S = 60.0
@@ -32,6 +42,8 @@ def reward_faults(spec: RunSpec) -> list[str]:
     faults = []
     for where, reward in single_rewards(spec.reward):
         faults += [f"{where}.{fault}" for fault in _faults(reward)]
+        if isinstance(reward, ModelReward):
+            faults += [f"{where}.{fault}" for fault in reward_model_faults(spec, reward.path)]
     if any(isinstance(reward, CodeReward) for _, reward in single_rewards(spec.reward)):
         for path in (spec.data.train_path, spec.data.eval_path, *(one.path for one in spec.evaluation.sets)):
             if path is not None and path.is_file():
@@ -69,7 +81,7 @@ def _faults(reward: AnyReward) -> Iterator[str]:
             yield str(error)
     if isinstance(reward, JudgeReward) and (fault := rubric_fault(reward.rubric_path)) is not None:
         yield f"rubric_path: {fault}"
-    variable = reward.token_variable if isinstance(reward, HttpReward | JudgeReward) else None
+    variable = reward.token_variable if isinstance(reward, HttpReward | ServedModelReward | JudgeReward) else None
     if variable is not None and not os.environ.get(variable):
         yield missing_token(variable)
 

@@ -4,7 +4,7 @@ Flows in: `config.json` as a mapping, a layout, a rank. Flows out: logical tenso
 Invariant: a rank's placements tile every parameter that it names.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from slimerl.resharding.buckets import aligned
 from slimerl.resharding.families.blocks import EMBEDDING, ConfigError
 from slimerl.resharding.families.scales import BlockScales, scale_name, with_scales
+from slimerl.resharding.families.score import SCORE, with_score
 from slimerl.resharding.families.spelling import Speller
 from slimerl.resharding.families.table import Block, Rule, Table, Weight
 from slimerl.resharding.layouts import EngineLayout, MegatronLayout, ModuleNames
@@ -39,15 +40,25 @@ class Form:
     """With the multi-token-prediction layer: a trainer that has one, a checkpoint, an engine with a draft model."""
     scales: BlockScales | None = None
     """Quantised, as the engine and its checkpoint hold it; a trainer has no scales."""
+    score: bool = False
+    """With a scalar head in place of the output layer: a reward model, a critic."""
 
     def of(self, table: Table) -> Table:
         """The table without what this form leaves out."""
         if not self.prediction:
             table = replace(table, prediction=None)
+        if self.score:
+            table = with_score(table)
         return table if self.scales is None else with_scales(table, self.scales)
 
 
 PLAIN = Form()
+SCORED = Form(score=True)
+
+
+def stored_form(names: Container[str]) -> Form:
+    """What a checkpoint with these tensors is: of a language model, or of one with a scalar head."""
+    return SCORED if SCORE in names else PLAIN
 
 
 @dataclass(frozen=True)
@@ -130,9 +141,11 @@ class Family:
                     groups += [tuple(name.format(layer=layer, expert=each) for name in sources) for each in experts]
         return groups
 
-    def aliases(self, config: Config) -> dict[str, str]:
+    def aliases(self, config: Config, form: Form = PLAIN) -> dict[str, str]:
         """Names that some checkpoints carry as a second copy of another tensor: a tied head, what multi-token
         prediction shares with the model."""
+        if form.score:
+            return {}
         table = self.table(config)
         return ({"lm_head.weight": EMBEDDING} if table.tied else {}) | dict(table.aliases)
 

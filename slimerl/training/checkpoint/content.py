@@ -27,6 +27,7 @@ from slimerl.training.model import unwrapped
 _RANDOM = "random"
 _OPTIMIZER = "optimizer"
 _SCHEDULE = "schedule"
+_CRITIC = "critic"
 _NAMED = 5
 """Keys that a message lists at most."""
 
@@ -37,32 +38,46 @@ class ResumeError(Exception):
 
 @dataclass(frozen=True)
 class TrainedState:
-    """What changes while training. `schedule`: an OptimizerParamScheduler."""
+    """What changes while training. `schedule`: an OptimizerParamScheduler; `critic`: that of a critic."""
 
     chunks: Sequence[torch.nn.Module]
     optimizer: Any
     schedule: Any
+    critic: "TrainedState | None" = None
+
+    @property
+    def all(self) -> list["TrainedState"]:
+        """Of the policy, and of the critic where there is one."""
+        return [self] if self.critic is None else [self, self.critic]
 
     def tree(self, loading: bool, with_random: bool = True) -> dict[str, Any]:
         """Megatron's sharded state; called on every rank, the optimizer's state is gathered for it."""
-        metadata = sharding_metadata()
-        tree: dict[str, Any] = {
-            name: unwrapped(chunk).sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-            for name, chunk in zip(model_names(self.chunks), self.chunks, strict=True)
-        }
-        tree[_OPTIMIZER] = self.optimizer.sharded_state_dict(tree, metadata=metadata, is_loading=loading)
-        if not loading:
-            tree[_SCHEDULE] = self.schedule.state_dict()
+        tree = self._part(loading, prefix="")
+        if self.critic is not None:
+            tree[_CRITIC] = self.critic._part(loading, prefix=f"{_CRITIC}.")
         if with_random:
             ranks = dist.get_world_size()
             tree[_RANDOM] = ShardedObject(_RANDOM, None if loading else _random_state(), (ranks,), (dist.get_rank(),))
         return tree
 
-    def load(self, directory: Path, updates: int, with_random: bool) -> None:
+    def _part(self, loading: bool, prefix: str) -> dict[str, Any]:
+        """Of one model. `prefix`: what tells its tensors from those of the other."""
+        metadata = sharding_metadata()
+        tree: dict[str, Any] = {
+            name: unwrapped(chunk).sharded_state_dict(prefix=prefix, metadata=metadata)  # type: ignore[operator]
+            for name, chunk in zip(model_names(self.chunks), self.chunks, strict=True)
+        }
+        tree[_OPTIMIZER] = self.optimizer.sharded_state_dict(tree, metadata=metadata, is_loading=loading)
+        if not loading:
+            tree[_SCHEDULE] = self.schedule.state_dict()
+        return tree
+
+    def load(self, directory: Path, updates: int, with_random: bool, warmup_updates: int = 0) -> None:
         """Take everything from a checkpoint; called on every rank.
 
         Args:
             updates: optimizer updates that the checkpoint must have seen.
+            warmup_updates: of these, how many the critic alone has seen.
             with_random: also the random numbers' state; only where this layout wrote it.
 
         Raises:
@@ -74,13 +89,19 @@ class TrainedState:
             # Megatron uses what torch means to remove
             warnings.simplefilter("ignore", FutureWarning)
             loaded = dist_checkpointing.load(tree, str(directory))
+        self._take(directory, loaded, updates - warmup_updates, prefix="")
+        if self.critic is not None:
+            self.critic._take(directory, loaded[_CRITIC], updates, prefix=f"{_CRITIC}.")
+        if with_random:
+            _set_random_state(loaded[_RANDOM])
+
+    def _take(self, directory: Path, loaded: dict[str, Any], updates: int, prefix: str) -> None:
         for name, chunk in zip(model_names(self.chunks), self.chunks, strict=True):
-            unwrapped(chunk).load_state_dict(loaded[name])
+            own = {key.removeprefix(prefix): tensor for key, tensor in loaded[name].items()}
+            unwrapped(chunk).load_state_dict(own)
         _check_updates(directory, loaded[_OPTIMIZER], updates)
         self.optimizer.load_state_dict(loaded[_OPTIMIZER])
         _load_schedule(self.schedule, loaded[_SCHEDULE])
-        if with_random:
-            _set_random_state(loaded[_RANDOM])
 
 
 def sharding_metadata() -> dict[str, Any]:
@@ -110,19 +131,20 @@ def _check_parts(directory: Path, tree: dict[str, Any]) -> None:
     if _RANDOM not in wanted:
         there -= {_RANDOM}
     there |= dist_checkpointing.load_common_state_dict(str(directory)).keys()
-    if lacking := (wanted | {_OPTIMIZER, _SCHEDULE}) - there:
+    common = {_OPTIMIZER, _SCHEDULE} | ({_CRITIC} & tree.keys())
+    if lacking := (wanted | common) - there:
         raise ResumeError(
             f"{directory} lacks {_some(lacking)}; what starts afresh unnoticed spoils the run. "
             "Use another checkpoint, or start anew with --fresh"
         )
-    if unread := there - wanted - {_OPTIMIZER, _SCHEDULE}:
+    if unread := there - wanted - common:
         raise ResumeError(f"{directory} holds {_some(unread)}, which this model has no place for")
 
 
 def _check_updates(directory: Path, optimizer: Any, updates: int) -> None:
     """Adam's bias correction depends on the number of updates, which stands in the parameter groups."""
     counted = sorted({group.get("step") for group in _parameter_groups(optimizer)}, key=str)
-    if counted != [updates]:
+    if counted != [updates] and (updates or counted != [None]):
         raise ResumeError(f"{directory}: the optimizer has counted {counted} updates, but {updates} were made")
 
 

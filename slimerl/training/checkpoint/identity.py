@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from slimerl.spec import RunSpec
-from slimerl.spec.reward import AnyReward, CompositeReward, JudgeReward, single_rewards
+from slimerl.spec.reward import AnyReward, CompositeReward, JudgeReward, ModelReward, single_rewards
 from slimerl.training.checkpoint import directory
 
 _OPTIMIZER_MAY_CHANGE = {"clip_grad_norm"}
@@ -69,6 +69,7 @@ def identity(spec: RunSpec) -> dict[str, Any]:
         **{f"algorithm.{key}": value for key, value in algorithm.items()},
         **{f"training.optimizer.{key}": value for key, value in optimizer.items()},
         **(_sampling(spec) if spec.uses_engines else {}),
+        **(_critic(spec) if spec.algorithm.has_critic else {}),
         **(_reference(spec) if spec.algorithm.has_reference_model else {}),
     }
 
@@ -104,12 +105,20 @@ def _sampling(spec: RunSpec) -> dict[str, Any]:
         if isinstance(reward, JudgeReward):
             del kept["rubric_path"]
             values[f"digest of {where}.rubric_path"] = _digest_or_absent(reward.rubric_path)
+        if isinstance(reward, ModelReward):
+            del kept["path"]
+            values[f"sampled digest of {where}.path's weights"] = weights_digest(reward.path)
         values |= {f"{where}.{key}": value for key, value in kept.items()}
     return values
 
 
 def _kind(reward: AnyReward) -> str:
     return str(_dumped(reward)["kind"])
+
+
+def _critic(spec: RunSpec) -> dict[str, Any]:
+    optimizer = spec.critic_optimizer.model_dump(exclude=_OPTIMIZER_MAY_CHANGE)
+    return {f"training.critic.optimizer.{key}": value for key, value in optimizer.items()}
 
 
 def _reference(spec: RunSpec) -> dict[str, Any]:

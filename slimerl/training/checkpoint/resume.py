@@ -85,7 +85,8 @@ def find(spec: RunSpec, grid: Grid, identity: Mapping[str, Any]) -> Resumed | No
 def load(found: Resumed, state: TrainedState, spec: RunSpec, grid: Grid) -> None:
     """Take the trained state from it; called on every rank. Raises ResumeError."""
     same_layout = found.manifest.layout == spec.training.parallel.model_dump()
-    state.load(found.directory, found.step * spec.training.minibatches_per_step, with_random=same_layout)
+    warmup, updates = min(found.step, spec.algorithm.value_warmup_steps), spec.training.minibatches_per_step
+    state.load(found.directory, found.step * updates, same_layout, warmup * updates)
     if not grid.is_first:
         return
     root = checkpoint_root(spec)

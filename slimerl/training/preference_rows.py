@@ -1,0 +1,52 @@
+"""The rows of preference data, tokenised: `{"id", "prompt", "chosen", "rejected"}` of a JSONL file.
+
+Flows in: the file, the model's tokenizer. Flows out: pairs of samples. Invariants: as of supervised rows
+(`sft_rows.py`), which each half of a pair is; the halves of a pair differ.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slimerl.samples.rows import DataError, raise_faults
+from slimerl.spec.schema import DataSpec
+from slimerl.training.sft_rows import read_samples
+from slimerl.training.training_sample import TrainingSample
+
+ANSWERS = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Pair:
+    sample_id: str
+    chosen: TrainingSample
+    rejected: TrainingSample
+
+
+def read_pairs(path: Path, tokenizer: Any, data: DataSpec, max_tokens: int) -> list[Pair]:
+    """Read, check and tokenise a data file; arguments as `read_samples`.
+
+    Raises:
+        DataError: one line per fault: file, line, reason; or the chat template cannot frame a prompt.
+    """
+    halves: list[list[TrainingSample]] = []
+    faults: list[str] = []
+    for answer in ANSWERS:
+        try:
+            halves.append(read_samples(path, tokenizer, data, max_tokens, target=answer))
+        except DataError as error:
+            faults += str(error).splitlines()
+    # what is wrong with a row as a whole is found twice
+    raise_faults(list(dict.fromkeys(faults)))
+    pairs = [_pair(*both) for both in zip(*halves, strict=True)]
+    raise_faults([f"{path}: id '{each.sample_id}': chosen and rejected are the same" for each in pairs if _same(each)])
+    return pairs
+
+
+def _pair(chosen: TrainingSample, rejected: TrainingSample) -> Pair:
+    name = chosen.sample_id
+    return Pair(name, replace(chosen, sample_id=f"{name} chosen"), replace(rejected, sample_id=f"{name} rejected"))
+
+
+def _same(pair: Pair) -> bool:
+    return pair.chosen.tokens.tobytes() == pair.rejected.tokens.tobytes()
