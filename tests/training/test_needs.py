@@ -21,7 +21,7 @@ def test_what_the_loop_fills_is_trained(name):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"name": "distillation"}, "with these options needs teacher"),
+        ({"name": "distillation"}, "needs a teacher; set algorithm.teacher_path to a checkpoint of one"),
     ],
 )
 def test_what_it_does_not_fill_is_refused_by_name(spec, message):
