@@ -19,4 +19,4 @@ case $run in
     *dpo | *reward_model)
         [ -f assets/quickstart/preferences.jsonl ] || .venv/bin/python tools/preference_data.py ;;
 esac
-exec .venv/bin/slimerl run configs/$run.yaml --fresh "$@"
+exec .venv/bin/slimerl run configs/"$run".yaml --fresh "$@"

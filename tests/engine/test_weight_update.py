@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import aiohttp
-import msgspec
 import psutil
 import pytest
 import torch
@@ -20,7 +18,7 @@ from weights import TRANSPORTS, Plan, open_update, update
 
 from slimerl.engine.fleet import EngineFleet, NoEngineLeft
 from slimerl.engine.inside.shared_bucket import HEADER_BYTES, SharedBucket
-from slimerl.engine.protocol import SamplingParams, read_generation
+from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.resharding.proof import WeightProof
 from slimerl.resharding.transports.carrier import NothingSent
 from slimerl.resilience.deadline import Deadline
@@ -100,33 +98,26 @@ def test_a_running_sample_goes_on_with_the_new_weights_and_says_where_they_begin
     assert largest_difference(expected, result.logprobs) < 1e-4
 
 
-async def _update_in_mid_sample(engine: RunningEngine, model: Any, version: int) -> Any:
+async def _update_in_mid_sample(engine: RunningEngine, model: Any, version: int) -> Generation:
     """Streams: the update begins once tokens have come, and the sample ends once new weights have made some."""
-    body = {
-        "input_ids": PROMPT,
-        "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 1.0},
-        "return_logprob": True,
-        "stream": True,
-    }
-    headers = {"Authorization": f"Bearer {engine.info.admin_key}"}
-    chunk, updated, enough = None, False, None
-    async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.post(engine.server.url + "/generate", json=body) as response,
-    ):
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            chunk = msgspec.json.decode(line.removeprefix(b"data: "))
-            if not updated:
-                updated = True
-                assert await asyncio.to_thread(update, engine, model, version) == {}
-            meta = chunk["meta_info"]
-            if enough is None and meta["weight_version"] == str(version):
-                enough = meta["completion_tokens"] + 8
-            if enough is not None and meta["completion_tokens"] >= enough:
-                await session.post(engine.server.url + "/abort_request", json={"rid": meta["id"]})
-    return read_generation(chunk)
+    begun, enough = asyncio.Event(), asyncio.Event()
+    renewed = 0
+
+    def told(part: Generation) -> None:
+        nonlocal renewed
+        begun.set()
+        renewed += part.versions.count(version)
+        if renewed >= 8:
+            enough.set()
+
+    params = SamplingParams(max_new_tokens=1500)
+    async with engine.client(60.0) as client:
+        sample = asyncio.ensure_future(client.generate(PROMPT, params, request_id="mid-sample", told=told))
+        await asyncio.wait_for(begun.wait(), 60.0)
+        assert await asyncio.to_thread(update, engine, model, version) == {}
+        await asyncio.wait_for(enough.wait(), 60.0)
+        await client.abort("mid-sample")
+        return await sample
 
 
 @pytest.fixture

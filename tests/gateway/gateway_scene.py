@@ -117,6 +117,7 @@ async def gateway_scene(
     max_new_tokens: int = 2000,
     branch: str = "finished",
     sessions: Sessions | None = None,
+    stop_token_ids: tuple[int, ...] = (1, END),
     **options: Any,
 ) -> AsyncIterator[Front]:
     """Serving version 0; what the scheduler admits are tasks for programs. `request_s`: for a turn; `engine_s`: for an
@@ -124,7 +125,7 @@ async def gateway_scene(
     async with rollout(max_new_tokens=max_new_tokens, request_s=engine_s, **options) as scene:
         for engine in scene.engines:
             engine.answer = answer or saying(lambda prompt, seed: f"reply {seed % 1000}")
-        params = SamplingParams(max_new_tokens, stop_token_ids=(1, END))
+        params = SamplingParams(max_new_tokens, stop_token_ids=stop_token_ids)
         scene.scheduler._parts = Parts(params, SEED, options.get("chunk_tokens"))
         external = ExternalAgents(sessions or Sessions(), silent_s, branch)
         scene.scheduler.agent = external

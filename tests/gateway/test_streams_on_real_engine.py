@@ -9,7 +9,10 @@ from scene import serve_the_same_weights
 
 from slimerl.samples.messages import HoldRequest, ReleaseRequest
 
-TOKENS = 300
+TOKENS = 1500
+"""So many that the stream goes on while three updates come, on a fast machine too."""
+LONG_REPLY = 2
+"""With this seed the reply is cut off there."""
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me more."}]
 
 
@@ -27,7 +30,7 @@ def test_m6_a_stream_over_updates_in_every_mode_is_the_reply_in_one_piece(engine
     async def act(front: Front) -> None:
         scene = front.scene
         await join_real(front, engine)
-        request = {"model": "m", "messages": MESSAGES, "seed": 11, "max_tokens": TOKENS}
+        request = {"model": "m", "messages": MESSAGES, "seed": LONG_REPLY, "max_tokens": TOKENS}
         whole = await front.client("whole").chat.completions.create(**request)
         stream = aiter(await front.client("parts").chat.completions.create(**request, stream=True))
         texts: list[str] = []
@@ -50,8 +53,9 @@ def test_m6_a_stream_over_updates_in_every_mode_is_the_reply_in_one_piece(engine
         assert "".join(texts) == whole.choices[0].message.content
         assert "\ufffd" not in texts[:-2], "only a whole text may hold bytes that are no characters"
         assert list(two.versions) == sorted(two.versions)
+        assert len(two.tokens) == TOKENS
         assert set(two.versions) == {0, 1, 2, 3}
         assert len(texts) > TOKENS / 10, "token by token"
         await scene.until(front.idle)
 
-    play(act, engines=0, max_new_tokens=2 * TOKENS, patience_s=120, engine_s=60.0, request_s=60.0)
+    play(act, engines=0, max_new_tokens=2 * TOKENS, patience_s=120, engine_s=60.0, request_s=60.0, stop_token_ids=())
