@@ -179,6 +179,7 @@ def main(
     if model is None and not moe_gib:
         raise typer.BadParameter("give --model, --moe-gib, or both")
     met = True
+    scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch) as made:
         if model is not None:
             met = bench(str(model), model, Path(made), workers, repeats)

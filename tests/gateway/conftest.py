@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parents[1]
-sys.path[:0] = [str(HERE / "rollout"), str(HERE.parent / "tools")]
+sys.path[:0] = [str(HERE / "rollout"), str(HERE / "engine"), str(HERE.parent / "tools")]

@@ -6,6 +6,8 @@ from typing import Any
 from engine_fixtures import Engines
 from gateway_scene import Front, join_real, play
 from scene import serve_the_same_weights
+from transformers import AutoModelForCausalLM
+from weights import update as put_weights
 
 from slimerl.samples.messages import HoldRequest, ReleaseRequest
 
@@ -20,6 +22,8 @@ def test_m6_a_stream_over_updates_in_every_mode_is_the_reply_in_one_piece(engine
     """Reference: the same request without a stream. The updates change nothing but the weights' version."""
     engine = engines("qwen3")
     engine_id = engine.info.engine_id
+    # whatever other tests left in it: how long the reply is depends on the weights
+    put_weights(engine, AutoModelForCausalLM.from_pretrained(engine.model_path).eval(), version=0)
 
     async def update(front: Front, version: int, mode: Any) -> None:
         front.scene.weights.on_update = mode
