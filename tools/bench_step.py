@@ -141,6 +141,7 @@ def measure(spec_file: Path, overrides: Sequence[str], steps: int, load: Load | 
         "training.steps": steps + 1,
         "training.optimizer.warmup_steps": 0,  # may not exceed the steps
         "data.eval_path": "null",
+        "evaluation.every_steps": "0",
     }
     try:
         spec = load_spec(spec_file, [*overrides, *(f"{key}={value}" for key, value in own.items())])

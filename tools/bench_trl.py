@@ -125,6 +125,7 @@ def slimerl_steps(prompts: Path, directory: Path, overrides: Sequence[str], step
         "output_dir": directory,
         "data.train_path": prompts,
         "data.eval_path": "null",
+        "evaluation.every_steps": "0",
         "training.steps": steps + 1,
         "training.prompts_per_step": PROMPTS,
         "training.optimizer.lr": LEARNING_RATE,
