@@ -6,13 +6,12 @@ are allowed. Anything else is a failure with a name of its own, and says nothing
 """
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
 
 from slimerl.rewards.outcome import Failed, Outcome, RewardRequest, Scored, Unparsable
-from slimerl.rewards.remote import Remote, RemoteFailure
+from slimerl.rewards.remote import RemoteFailure, RemoteScorer
 
 SENT = ("sample_id", "prompt", "response", "answer")
 
@@ -24,18 +23,7 @@ class _Verdict(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class HttpScorer:
-    remote: Remote
-
-    async def start(self) -> None:
-        await self.remote.start()
-
-    async def close(self) -> None:
-        await self.remote.close()
-
-    def take_events(self) -> Counter[str]:
-        return self.remote.events.take()
-
+class HttpScorer(RemoteScorer):
     async def score(self, request: RewardRequest) -> Outcome:
         try:
             texts = {name: getattr(request, name) for name in SENT}

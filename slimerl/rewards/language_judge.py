@@ -8,7 +8,6 @@ is no reward but a failure.
 
 import asyncio
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ import msgspec
 import xxhash
 
 from slimerl.rewards.outcome import Failed, Outcome, RewardRequest, Scored
-from slimerl.rewards.remote import Remote, RemoteFailure
+from slimerl.rewards.remote import RemoteFailure, RemoteScorer
 
 CHAT_PATH = "/v1/chat/completions"
 PLACEHOLDERS = frozenset({"prompt", "response", "answer"})
@@ -41,10 +40,10 @@ class _Completion(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class LanguageJudge:
-    """`remote.url` is that of the chat completions. `grades`: name → reward."""
+class LanguageJudge(RemoteScorer):
+    """`remote.url` is that of the chat completions. `grades`: name → reward. Its events are
+    `vote_unreadable` and `vote_REASON` beside those of the requests."""
 
-    remote: Remote
     rubric: str
     model: str
     grades: Mapping[str, float]
@@ -53,16 +52,6 @@ class LanguageJudge:
     temperature: float
     max_new_tokens: int
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-
-    async def start(self) -> None:
-        await self.remote.start()
-
-    async def close(self) -> None:
-        await self.remote.close()
-
-    def take_events(self) -> Counter[str]:
-        """`vote_unreadable` and `vote_REASON` beside those of the requests."""
-        return self.remote.events.take()
 
     async def score(self, request: RewardRequest) -> Outcome:
         votes = await asyncio.gather(*(self._vote(request, number) for number in range(self.votes)))

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,3 +171,19 @@ def _checked(status: int, body: bytes, url: str) -> bytes:
 
 def missing_token(variable: str) -> str:
     return f"token_variable: the environment has no {variable}, which is to hold the service's bearer token; export it"
+
+
+@dataclass(frozen=True)
+class RemoteScorer:
+    """What each reward behind a service does beside scoring."""
+
+    remote: Remote
+
+    async def start(self) -> None:
+        await self.remote.start()
+
+    async def close(self) -> None:
+        await self.remote.close()
+
+    def take_events(self) -> Counter[str]:
+        return self.remote.events.take()

@@ -9,14 +9,13 @@ an SGLang server that was started with `--is-embedding`.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
 from slimerl.rewards.outcome import Failed, Outcome, RewardRequest, Scored
-from slimerl.rewards.remote import Remote, RemoteFailure
+from slimerl.rewards.remote import RemoteFailure, RemoteScorer
 
 CLASSIFY_PATH = "/classify"
 _NO_TOKENS = Failed("no_tokens", "a reward model scores token ids, and the request has none")
@@ -47,20 +46,10 @@ class _Pooled(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ServedModel(RemoteScorer):
     """`remote.url` ends with `CLASSIFY_PATH`."""
 
-    remote: Remote
     correct_from: float
-
-    async def start(self) -> None:
-        await self.remote.start()
-
-    async def close(self) -> None:
-        await self.remote.close()
-
-    def take_events(self) -> Counter[str]:
-        return self.remote.events.take()
 
     async def score(self, request: RewardRequest) -> Outcome:
         if not request.tokens:

@@ -83,9 +83,13 @@ class EvaluationSpec(Strict):
 
 
 def check_evaluation(
-    evaluation: EvaluationSpec, reward: AnyReward, uses_engines: bool, shares_gpus: bool, has_eval_path: bool
+    evaluation: EvaluationSpec, reward: AnyReward, uses_engines: bool, shares_gpus: bool, has_rows: bool
 ) -> None:
     """Raises ValueError naming what to set."""
+    if evaluation.every_steps and not has_rows:
+        raise ValueError(
+            "evaluation.every_steps needs held-out rows: set data.eval_path or evaluation.sets, or leave it out"
+        )
     if evaluation.sets and not uses_engines:
         raise ValueError(
             "evaluation.sets are answered by engines, and this algorithm has none; name one file in data.eval_path"
@@ -97,7 +101,7 @@ def check_evaluation(
         )
     if not evaluation.background:
         return
-    if not (evaluation.sets or has_eval_path):
+    if not has_rows:
         raise ValueError("evaluation.background: there is nothing to evaluate; set data.eval_path or evaluation.sets")
     if not uses_engines or shares_gpus:
         raise ValueError(

@@ -279,14 +279,6 @@ class RunSpec(Strict):
     resilience: ResilienceSpec = ResilienceSpec()
     deadlines: DeadlineSpec = DeadlineSpec()
 
-    @model_validator(mode="after")
-    def _evaluation_has_rows(self) -> "RunSpec":
-        if self.evaluation.every_steps and not self.evaluates:
-            raise ValueError(
-                "evaluation.every_steps needs held-out rows: set data.eval_path or evaluation.sets, or leave it out"
-            )
-        return self
-
     @property
     def run_dir(self) -> Path:
         return self.output_dir if self.output_dir is not None else Path("runs") / self.name
@@ -407,8 +399,7 @@ class RunSpec(Strict):
                 f"checkpoint.every_steps = {every} is no multiple of algorithm.reference_refresh_steps = {refresh}: a "
                 "checkpoint keeps no second model, and a run that goes on there takes its reference from the policy"
             )
-        has_eval_path = self.data.eval_path is not None
-        check_evaluation(self.evaluation, self.reward, self.uses_engines, self.shares_gpus, has_eval_path)
+        check_evaluation(self.evaluation, self.reward, self.uses_engines, self.shares_gpus, self.evaluates)
         longest = self.data.max_prompt_tokens + self.evaluation.longest_new_tokens(rollout.max_new_tokens)
         if self.uses_engines and longest > self.engine.context_tokens:
             raise ValueError(
