@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
-from xdist.workermanage import WorkerController
 
 from slimerl.resilience.name_lookups import bounded_lookups
 
@@ -25,24 +24,12 @@ FIRST = ("engines", "ranks", "launch", "run")
 
 
 class Lanes(LoadScopeScheduling):
-    """One worker has the tests with engines, another those with trainer ranks, a third those of `launch`; who of the
-    first two is free takes those of `run`, and all of them take the others by file."""
+    """One worker has the tests with engines, another those with trainer ranks, a third those of `launch` (they wait for
+    SLURM most of the time) and then those of `run`; all of them take the others by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return lane_of(self.config.rootpath / file) or file
-
-    def _reschedule(self, node: WorkerController) -> None:
-        # jobs of `launch` wait for SLURM most of the time: their worker fits beside two busy ones, with short tests
-        if len(self.nodes) > 2 and "launch" in self.assigned_work[node]:
-            if self._pending_of(self.assigned_work[node]) > 2:
-                return
-            short = next((scope for scope in reversed(self.workqueue) if scope not in FIRST), None)
-            if short is None:
-                node.shutdown()
-                return
-            self.workqueue.move_to_end(short, last=False)
-        super()._reschedule(node)
 
 
 @cache
