@@ -111,7 +111,8 @@ class NoGrowth:
 @dataclass(frozen=True)
 class Alarm:
     """`figure`: a name of the metrics, or a pattern with `*`; `reason`: why the bound is what it is; `remedy`: what an
-    alarm may mean and what to do; `same_weights`: looked at only where the samples are of the present weights."""
+    alarm may mean and what to do; `same_weights`: looked at only where the samples are of the present weights, and
+    `of_groups`: where advantages come from comparing the samples of a group."""
 
     name: str
     figure: str
@@ -119,6 +120,7 @@ class Alarm:
     reason: str
     remedy: str
     same_weights: bool = False
+    of_groups: bool = False
 
 
 ALARMS = (
@@ -194,6 +196,7 @@ ALARMS = (
         AtMost(0.999),
         "rewards that are equal in every group give an advantage of zero to every token",
         "the step taught nothing: the prompts are too easy or too hard, or the reward is broken",
+        of_groups=True,
     ),
     Alarm(
         "event_loop_lag",
@@ -229,8 +232,8 @@ ALARMS = (
 class Alarms:
     """Remembers the past steps and looks at each new one."""
 
-    def __init__(self, dtype: str, log: Log) -> None:
-        self._dtype, self._log = dtype, log
+    def __init__(self, dtype: str, log: Log, compares_groups: bool = True) -> None:
+        self._dtype, self._log, self._compares_groups = dtype, log, compares_groups
         self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED_STEPS))
         self._said: dict[tuple[str, str], int] = {}
         """Alarms that are raised now, with their figure, and the step at which the log last had them."""
@@ -242,6 +245,8 @@ class Alarms:
         found: dict[str, float] = {}
         for alarm in ALARMS:
             if alarm.same_weights and figures.get(STALENESS, 0.0) > 0:
+                continue
+            if alarm.of_groups and not self._compares_groups:
                 continue
             for figure in (name for name in figures if fnmatch(name, alarm.figure)):
                 value, earlier = figures[figure], self._earlier[figure]

@@ -121,7 +121,8 @@ def train(run: Run) -> None:
         SaveFailed: by checkpoint.on_failure; where it happens at the last step, once the model is exported. Always
             where the run was asked to stop and the checkpoint of that step failed.
     """
-    clock, alarms = StepClock(run.log), Alarms(run.spec.model.dtype, run.log)
+    clock = StepClock(run.log)
+    alarms = Alarms(run.spec.model.dtype, run.log, run.spec.algorithm.compares_groups)
     steps = run.spec.training.steps
     at_the_end, freed = _Deferred(), FreedMemory()
     _begin(run, clock)

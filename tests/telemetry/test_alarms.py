@@ -100,6 +100,13 @@ def test_each_figure_out_of_bounds_is_an_event_and_a_metric(figure, value, name)
     assert alarms.check(12, GOOD) == {}, "a step that is good again is quiet again"
 
 
+def test_groups_without_a_difference_are_no_alarm_where_they_are_not_compared():
+    """Injected: distillation with one sample to a prompt."""
+    uniform = GOOD | {"rollout/uniform_groups_fraction": 1.0}
+    assert Alarms("fp32", Kept(), compares_groups=False).check(1, uniform) == {}
+    assert Alarms("fp32", Kept(), compares_groups=True).check(1, uniform) == {"alarm/no_gradient": 1.0}
+
+
 def test_every_alarm_has_its_reason_and_remedy_and_a_name_of_its_own():
     assert len({alarm.name for alarm in ALARMS}) == len(ALARMS)
     assert all(alarm.reason and alarm.remedy for alarm in ALARMS)
