@@ -270,8 +270,12 @@ class Scheduler:
                 if again is not None
                 else []
             )
+            became = self.store.admit_saved(group, missing)
+            if became is GroupState.DROPPED:
+                self.gate.drop()
+                continue
             self._records[group.group_id] = GroupRecord()
-            if self.store.admit_saved(group, missing) is GroupState.READY:
+            if became is GroupState.READY:
                 self._keeps(group.group_id)
             if again is not None:
                 self.dispatcher.order.admit(group.group_id, again.prompt.prompt_id, batch)
