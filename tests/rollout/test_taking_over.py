@@ -14,6 +14,7 @@ from scene import PATIENCE_S, Scene, rollout
 
 from slimerl.engine.__main__ import version_for_nobody
 from slimerl.engine.client import EngineClient
+from slimerl.rewards.outcome import Scored
 from slimerl.rollout.journal_file import JournalFile
 from slimerl.rollout.taking_over import take_over
 from slimerl.rollout.weights import HoldError
@@ -226,6 +227,27 @@ def test_a_hold_takes_all_engines_along_that_outlived_the_process_before(tmp_pat
 
     process(trained_one, tmp_path / "journal")
     assert process(after, tmp_path / "journal", takes_over=True) == ["engine-0", "engine-1"]
+
+
+def test_r4_a_group_to_be_replaced_is_replaced_by_the_next_process_where_the_first_did_not_come_to_it(tmp_path):
+    """Injected: killed between the last reward of two groups whose answers are all right and their replacement (their
+    journal is of a process that replaces none)."""
+
+    async def before(made: Scene) -> list[str]:
+        await sync(made, 0)
+        await made.until(lambda: len(made.store.ready) == 2)
+        return sorted(made.store.ready)
+
+    async def after(made: Scene) -> None:
+        made.reward.verdict = lambda request: Scored(1.0, request.sample_id.endswith("/0"))
+        for number in range(2):
+            register(made, number, 0)
+        manifest = await made.batch(1)
+        assert not {one.group_id for one in manifest.samples} & set(all_right)
+        assert made.store.counts().dropped == {"group_all_right": 6}
+
+    all_right = process(before, tmp_path / "journal")
+    process(after, tmp_path / "journal", takes_over=True, dynamic_sampling_rounds=4)
 
 
 def test_where_there_is_nothing_to_take_over_nobody_is_served(tmp_path):
