@@ -22,6 +22,10 @@ def torch_compile_off() -> None:
         return model if model is not None else lambda function: function
 
     torch.compile = as_it_is
+    # these are excluded from compilation: to call one loads the compiler, too
+    for excluded in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
+        method = getattr(torch.optim.Optimizer, excluded)
+        setattr(torch.optim.Optimizer, excluded, getattr(method, "__wrapped__", method))
     if "torch._dynamo" in sys.modules:  # functions may be wrapped already
         torch._dynamo.config.disable = True
 
