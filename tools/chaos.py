@@ -206,6 +206,8 @@ KINDS: dict[str, tuple[Strike, float]] = {
     "checkpoint truncated": (checkpoint_truncated, ROLE_S),
     "engine exchanged": (engine_exchanged, ENGINE_S),
 }
+STAYING = dict.fromkeys(("rollout role killed", "rollout role stopped"), (ENGINE, SERVER, LAUNCHER))
+"""By kind, processes that must live through the fault; the launcher ends with any of its ranks."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ def struck(
     spec: Path, overrides: Sequence[str], kinds: Sequence[str], faults: int, chance: random.Random, out: Path
 ) -> tuple[list[Survived], list[str]]:
     """Run SPEC in OUT/fire under fire; what was survived, and what went wrong."""
-    budget = [f"resilience.{key}={faults + 1}" for key in ("run_restarts", "engine_restarts")]
+    budget = [f"resilience.{key}={faults + 1}" for key in ("run_restarts", "engine_restarts", "rollout_restarts")]
     budget.append(f"deadlines.alive_s={ALIVE_S}")
     run = Fired(_command(spec, [*overrides, *budget], out / "fire"), out / "fire")
     survived, problems = under_fire(run, kinds, faults, chance, out / "faults.jsonl")
@@ -322,14 +324,23 @@ def _survive(run: Fired, number: int, kind: str, chance: random.Random) -> Survi
     strike, limit_s = KINDS[kind]
     time.sleep(chance.uniform(0.0, 2.0))
     ready = Deadline(f"something to strike by '{kind}'", START_S)
+    staying = [process for text in STAYING.get(kind, ()) for process in run.find(text)]
     while not strike(run, chance):
         _alive(run)
         ready.check()
         time.sleep(POLL_S)
     begun, step = time.monotonic(), run.newest_step
-    _until(
-        run, lambda: run.newest_step > step, Deadline(f"recovery from '{kind}' at step {step}", START_S), may_end=True
-    )
+
+    def recovered() -> bool:
+        if run.newest_step > step:
+            return True
+        # a run that is over ends its roles before itself
+        ended = [process.pid for process in staying if not process.is_running()]
+        if ended and not (run.run_dir / "model").exists():
+            raise AssertionError(f"'{kind}' at step {step} has ended other processes, too: {ended}")
+        return False
+
+    _until(run, recovered, Deadline(f"recovery from '{kind}' at step {step}", START_S), may_end=True)
     return Survived(number, kind, step, time.monotonic() - begun, limit_s)
 
 

@@ -82,7 +82,7 @@ class RunRestarts:
         Raises RoleFailed: it may not.
         """
         recorded = newest_step(self._spec.run_dir) + 1
-        refusal = _full_disk(self._spec.run_dir) or self._budget.refusal(failure.kind, recorded, self._impossible)
+        refusal = full_disk(self._spec.run_dir) or self._budget.refusal(failure.kind, recorded, self._impossible)
         if refusal is not None:
             raise failure.because(f"the run does not start over: {refusal}")
         newest = next(iter(complete_steps(self._spec.run_dir / CHECKPOINTS_DIR)), None)
@@ -118,7 +118,7 @@ def tell_lost(spec: RunSpec, lost: EngineLost) -> EngineInfo | None:
         return None
 
 
-def _full_disk(run_dir: Path) -> str:
+def full_disk(run_dir: Path) -> str:
     """A role that cannot write its record ends, and its log, on the same disk, may not say why."""
     free = shutil.disk_usage(run_dir).free
     return f"the disk of {run_dir} is full ({free} bytes free); make room and start it again" if free < NO_ROOM else ""

@@ -11,6 +11,8 @@ from pathlib import Path
 from slimerl.resilience.name_lookups import bounded_lookups
 from slimerl.spec import RunSpec
 
+ROLLOUT = "rollout"
+
 
 @dataclass(frozen=True)
 class RoleCommand:
@@ -28,7 +30,7 @@ def role_commands(spec: RunSpec, spec_file: Path) -> list[RoleCommand]:
     """Every role of the run; engines and rollout only where the algorithm samples."""
     roles = []
     if spec.uses_engines:
-        roles.append(RoleCommand("rollout", [sys.executable, "-m", "slimerl.rollout", str(spec_file)], _threads(1)))
+        roles.append(RoleCommand(ROLLOUT, [sys.executable, "-m", "slimerl.rollout", str(spec_file)], _threads(1)))
         roles += [engine_command(spec, spec_file, index) for index in range(spec.engine.replicas)]
     return [*roles, _trainer(spec, spec_file)]
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from slimerl.conductor.elastic import REQUESTS_DIR, ElasticEngines
 from slimerl.conductor.restarts import EngineRestarts, RunRestarts
 from slimerl.conductor.roles import role_commands
+from slimerl.conductor.rollout_restarts import RolloutRestarts
 from slimerl.conductor.stalls import Stalls
 from slimerl.conductor.supervise import RoleFailed, RoleProcess, end_all, watch
 from slimerl.conductor.termination import TerminationRequest
@@ -99,25 +100,31 @@ def _run_until_done(spec: RunSpec, spec_file: Path, run_dir: Path, console: Cons
     restarts = RunRestarts(spec, say)
     while True:
         try:
-            return _run_roles(spec, spec_file, run_dir, console, Engines(spec, spec_file, say))
+            return _run_roles(spec, spec_file, run_dir, console, Others(spec, spec_file, say))
         except RoleFailed as failure:
             from_beginning = restarts.start_over(failure)
             _clear(spec, goes_on=not from_beginning, keeps_logs=True)
             restarts.record()
 
 
-class Engines:
-    """What becomes of engines, and of any role that stands still, while a run goes on."""
+class Others:
+    """What becomes of engines and rollout role, and of any role that stands still, while the trainer goes on."""
 
     def __init__(self, spec: RunSpec, spec_file: Path, say: Callable[[str], None]) -> None:
         self._restarts, self._elastic = EngineRestarts(spec, say), ElasticEngines(spec, spec_file, say)
+        self._rollout = RolloutRestarts(spec, say)
         self._stalls = Stalls(spec.run_dir, spec.deadlines.alive_s)
 
     def look_after(self, roles: list[RoleProcess]) -> None:
         """Raises RoleFailed."""
         self._stalls.end_stalled(roles)
         self._elastic.serve(roles)
+        self._rollout.replace_ended(roles)
         self._restarts.replace_ended(roles)
+
+    def explained(self, failure: RoleFailed) -> RoleFailed:
+        """As a consequence of what ended before."""
+        return self._rollout.explained(failure)
 
 
 def prepare(spec: RunSpec, fresh: bool = False) -> Path:
@@ -132,7 +139,7 @@ def prepare(spec: RunSpec, fresh: bool = False) -> Path:
     return spec_file
 
 
-def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console, engines: Engines) -> None:
+def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console, others: Others) -> None:
     roles: list[RoleProcess] = []
     termination = TerminationRequest(spec)
     previous = signal.signal(signal.SIGTERM, termination.arrive)
@@ -142,7 +149,7 @@ def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console, 
                 roles.append(RoleProcess(command, run_dir / LOGS_DIR))
         with trace.span("watch"), ProgressView(run_dir, spec.training.steps, console) as view:
             view.describe("starting " + ", ".join(role.role.name for role in roles))
-            while not _over(roles, termination, engines):
+            while not _over(roles, termination, others):
                 view.update()
                 time.sleep(POLL_S)
         if termination.made and not exported(read_records(run_dir / EVENTS_FILE)):
@@ -157,17 +164,17 @@ def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console, 
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _over(roles: list[RoleProcess], termination: TerminationRequest, engines: Engines) -> bool:
+def _over(roles: list[RoleProcess], termination: TerminationRequest, others: Others) -> bool:
     """Raises RoleFailed, Terminated."""
     termination.check()
     try:
         if not termination.made:
-            engines.look_after(roles)
+            others.look_after(roles)
         return watch(roles)
     except RoleFailed as failure:
         if termination.made:
             raise termination.terminated(str(failure)) from None
-        raise
+        raise others.explained(failure) from None
 
 
 def _merge_trace(run_dir: Path, console: Console) -> None:

@@ -38,6 +38,12 @@ class RoleFailed(RuntimeError):
         self.args = (f"{self.summary}; {why_final}{self._end_of_log}",)
         return self
 
+    def noting(self, what: str) -> "RoleFailed":
+        """The same, with what is to be said of it wherever it is named."""
+        self.summary = f"{self.summary} ({what})"
+        self.args = (self.summary + self._end_of_log,)
+        return self
+
 
 class RoleProcess:
     """One running role. It is in a session of its own (Ctrl-C reaches the conductor alone) and dies with it."""

@@ -1,7 +1,8 @@
 """The engine role: `python -m slimerl.engine SPEC --index I [--node N --head ADDRESS] [key=value …]`.
 
-Starts one SGLang server, waits until it can generate, registers it with the rollout role, and watches it. An engine
-whose GPUs are on several machines has a role on each; that of the first one registers it.
+Starts one SGLang server, waits until it can generate, registers it with the rollout role, and watches it. With a
+rollout role that is started in the place of one that ended it registers again, with the version that it serves. An
+engine whose GPUs are on several machines has a role on each; that of the first one registers it.
 Ends with 0 when asked to (SIGTERM, SIGINT), with 1 and the tail of the server's log when the server ends by itself.
 Writes one line per change of state.
 """
@@ -16,17 +17,19 @@ from pathlib import Path
 from slimerl.engine.client import EngineError
 from slimerl.engine.launcher import Device, Server, ServerFailed, detect_device, start_server
 from slimerl.engine.local_resources import NoAddress
-from slimerl.engine.protocol import MemoryTag
-from slimerl.engine.registration import RegistrationFailed, register
+from slimerl.engine.protocol import UNVERIFIED_VERSION, MemoryTag
+from slimerl.engine.registration import RegistrationFailed, follow, register
 from slimerl.resilience import heartbeat
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.resilience.failure_kinds import UNUSABLE_INPUT
-from slimerl.samples.messages import EngineInfo
+from slimerl.samples.messages import EngineInfo, ServiceAddress
 from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter
 
 _WATCH_S = 0.2
+_ASK_S = 5.0
+"""For the server to end what runs, and to say which version it serves."""
 
 
 async def run_role(spec: RunSpec, index: int, node: int = 0, head: str = "") -> None:
@@ -34,10 +37,12 @@ async def run_role(spec: RunSpec, index: int, node: int = 0, head: str = "") -> 
 
     Raises:
         ServerFailed: the server ended.
-        DeadlineExceeded, EngineError, RegistrationFailed: it did not become ready.
+        DeadlineExceeded, EngineError, RegistrationFailed: it did not become ready, or a rollout role that was started
+            again does not take it.
     """
     device = detect_device()
     started, serving = time.monotonic(), None
+    following: asyncio.Task[None] | None = None
     server = start_server(spec, index, device, node, head)
     trace.start(spec.run_dir, server.engine_id)
     alive = heartbeat.start_of_loop(spec.run_dir, server.engine_id, spec.deadlines.stall_s)
@@ -52,16 +57,19 @@ async def run_role(spec: RunSpec, index: int, node: int = 0, head: str = "") -> 
             say(server, f"healthy after {healthy - started:.1f} s at {server.url}")
             if spec.takes_turns(device is Device.CUDA):
                 await leave_gpus(server, spec.deadlines.start_s)
-            await _register_while_running(spec, server)
+            known = await _register_while_running(spec, server)
             serving = time.monotonic()
             trace.add("register", healthy, serving, "server")
             say(server, "registered with the rollout role")
+            following = asyncio.create_task(_follow(spec, server, known))
         while True:
             server.check_running()
+            if following is not None and following.done():
+                following.result()
             await asyncio.sleep(_WATCH_S)
     finally:
-        resources.cancel()
-        alive.cancel()
+        for task in filter(None, (resources, alive, following)):
+            task.cancel()
         if serving is not None:
             trace.add("serve", serving, time.monotonic(), "server")
         trace.stop()
@@ -77,17 +85,42 @@ async def leave_gpus(server: Server, timeout_s: float) -> None:
     say(server, "gave its memory up to the trainer")
 
 
-async def _register_while_running(spec: RunSpec, server: Server) -> None:
-    info = EngineInfo(server.engine_id, server.url, server.admin_key, spec.engine.tensor_parallel)
+async def _register_while_running(spec: RunSpec, server: Server) -> ServiceAddress:
+    """Returns with whom."""
     deadline = Deadline(f"the rollout role to take {server.engine_id}", spec.deadlines.start_s)
-    registration = asyncio.create_task(register(info, spec.run_dir, deadline))
+    registration = asyncio.create_task(register(_info(spec, server), spec.run_dir, deadline))
     try:
         while not registration.done():
             server.check_running()
             await asyncio.wait({registration}, timeout=_WATCH_S)
-        registration.result()
+        return registration.result()
     finally:
         registration.cancel()
+
+
+async def _follow(spec: RunSpec, server: Server, known: ServiceAddress) -> None:
+    async def describe() -> EngineInfo:
+        version = await version_for_nobody(server)
+        say(server, f"registers with the rollout role that was started again, at version {version}")
+        return _info(spec, server, version)
+
+    await follow(describe, spec.run_dir, known, spec.deadlines.start_s)
+
+
+async def version_for_nobody(server: Server) -> int:
+    """That it serves, once what it generates for a rollout role that is gone has been ended; -1 where it does not say
+    so: it serves again after a weight sync then."""
+    async with server.client(_ASK_S) as client:
+        try:
+            await client.abort()
+            return await client.weight_version()
+        except EngineError as error:
+            say(server, f"its version is not known: {error}")
+            return UNVERIFIED_VERSION
+
+
+def _info(spec: RunSpec, server: Server, version: int = UNVERIFIED_VERSION) -> EngineInfo:
+    return EngineInfo(server.engine_id, server.url, server.admin_key, spec.engine.tensor_parallel, version=version)
 
 
 def say(server: Server, what: str) -> None:

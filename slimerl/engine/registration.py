@@ -1,10 +1,11 @@
-"""How an engine role makes its server known to the rollout role.
+"""How an engine role makes its server known to the rollout role, and to the next one where that ends.
 
 Flows in: `EngineInfo`. Flows out: one POST that the control service has accepted. The service may start later than
 the engine, so that its address file and its port are waited for; a refusal is final.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
@@ -12,18 +13,20 @@ import msgspec
 
 from slimerl.resilience.deadline import Deadline
 from slimerl.samples import messages
-from slimerl.samples.messages import ADDRESS_FILE, TOKEN_HEADER, EngineInfo, Refusal
+from slimerl.samples.messages import ADDRESS_FILE, TOKEN_HEADER, EngineInfo, Refusal, ServiceAddress
 
 _RETRY_S = 0.2
 _ATTEMPT_TIMEOUT_S = 10.0
+LOOK_S = 1.0
+"""Between two looks whether another rollout role has announced itself."""
 
 
 class RegistrationFailed(RuntimeError):
     """The rollout role refused the engine."""
 
 
-async def register(info: EngineInfo, run_dir: Path, deadline: Deadline) -> None:
-    """Register until accepted.
+async def register(info: EngineInfo, run_dir: Path, deadline: Deadline) -> ServiceAddress:
+    """Register until accepted; returns by whom.
 
     Raises:
         RegistrationFailed: the control service refused.
@@ -31,15 +34,43 @@ async def register(info: EngineInfo, run_dir: Path, deadline: Deadline) -> None:
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ATTEMPT_TIMEOUT_S)) as session:
         while True:
-            problem = await _attempt(session, info, run_dir)
-            if problem is None:
-                return
-            deadline.check(problem)
+            answer = await _attempt(session, info, run_dir)
+            if isinstance(answer, ServiceAddress):
+                return answer
+            deadline.check(answer)
             await asyncio.sleep(_RETRY_S)
 
 
-async def _attempt(session: aiohttp.ClientSession, info: EngineInfo, run_dir: Path) -> str | None:
-    """None on success, else why another attempt may help."""
+async def follow(
+    describe: Callable[[], Awaitable[EngineInfo]], run_dir: Path, known: ServiceAddress, within_s: float
+) -> None:
+    """Register with every rollout role that is started in the place of the one before; ends with its task.
+
+    Args:
+        describe: the engine as it is when that has happened.
+        known: the role that has it.
+        within_s: for another one to take it.
+
+    Raises:
+        RegistrationFailed, DeadlineExceeded: as `register`.
+    """
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if _has_successor(run_dir, known):
+            info = await describe()
+            deadline = Deadline(f"the rollout role that was started again to take {info.engine_id}", within_s)
+            known = await register(info, run_dir, deadline)
+
+
+def _has_successor(run_dir: Path, known: ServiceAddress) -> bool:
+    try:
+        return messages.read_address(run_dir).token != known.token
+    except OSError:
+        return False  # it has ended, and none has taken its place yet
+
+
+async def _attempt(session: aiohttp.ClientSession, info: EngineInfo, run_dir: Path) -> ServiceAddress | str:
+    """Who has taken it, or why another attempt may help."""
     try:
         address = messages.read_address(run_dir)
     except FileNotFoundError:
@@ -49,7 +80,9 @@ async def _attempt(session: aiohttp.ClientSession, info: EngineInfo, run_dir: Pa
         async with session.post(url, data=messages.encode(info), headers={TOKEN_HEADER: address.token}) as response:
             body = await response.read()
             if response.status < 400:
-                return None
+                return address
+            if response.status == 401:
+                return f"{url} is another rollout role's than {run_dir / ADDRESS_FILE} told of"
     except (aiohttp.ClientError, TimeoutError) as error:
         return f"{url} does not answer: {type(error).__name__}: {error}"
     raise RegistrationFailed(f"{url} refused {info.engine_id} ({response.status}): {_refusal(body)}")

@@ -1,6 +1,7 @@
-"""The rollout role: `python -m slimerl.rollout SPEC [KEY=VALUE]…`.
+"""The rollout role: `python -m slimerl.rollout SPEC [--take-over] [KEY=VALUE]…`.
 
 Flows in: the spec, its data and tokenizer. Flows out: the control service, announced in RUN_DIR/rollout.json.
+With `--take-over` it goes on where a process ended, or ends with 1 where that cannot be.
 Ends with 0 on SIGTERM or `/shutdown`, with 2 where spec, data or tokenizer cannot be used.
 """
 
@@ -37,7 +38,7 @@ from slimerl.rollout.full_collections import defer_full_collections
 from slimerl.rollout.gateway.build import GATEWAY_FILE, build_gateway
 from slimerl.rollout.gateway.external import ExternalAgents
 from slimerl.rollout.gateway.front import Gateway, listening
-from slimerl.rollout.journal_file import JOURNAL_DIR, JournalFile, read_journal
+from slimerl.rollout.journal_file import JOURNAL_DIR, TAKE_OVER, JournalFile
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.kv_fleet import EngineModel
 from slimerl.rollout.kv_memory import Memory
@@ -51,6 +52,7 @@ from slimerl.rollout.service import ControlService
 from slimerl.rollout.speculation.dispatcher import Speculation, SpeculativeDispatcher
 from slimerl.rollout.speculation.drafts_file import DraftsFile
 from slimerl.rollout.speculation.engine_drafts import EngineDrafts, WatchedDispatcher
+from slimerl.rollout.taking_over import take_over
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.rollout.weights import WeightHold
 from slimerl.samples.journal import JournalDamaged
@@ -83,12 +85,12 @@ class Inputs:
     """As `evaluation.sets`."""
 
 
-def main(spec: RunSpec) -> int:
-    """Run the role to its end; returns its exit code."""
+def main(spec: RunSpec, takes_over: bool = False) -> int:
+    """Run the role to its end; returns its exit code. `takes_over`: a process before it has ended."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(serve(spec))
+            runner.run(serve(spec, takes_over))
     except (DataError, TokenizerError, CustomFunctionError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -107,7 +109,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def serve(spec: RunSpec) -> None:
+async def serve(spec: RunSpec, takes_over: bool = False) -> None:
     """Serve until SIGTERM, SIGINT or `/shutdown`."""
     token = secrets.token_hex(16)
     ended = asyncio.Event()
@@ -124,7 +126,8 @@ async def serve(spec: RunSpec) -> None:
         # Not before: until here a signal ends the process at once, and its workers with it.
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        async with _service(spec, inputs, reward, agent, token, ended) as service, _listening(spec, service, token):
+        parts = reward, agent, token, ended, takes_over
+        async with _service(spec, inputs, *parts) as service, _listening(spec, service, token):
             await _until_ended(ended, service, ResourceMeter(spec.run_dir, "rollout"))
     finally:
         await asyncio.gather(reward.close(), agent.close())
@@ -164,13 +167,21 @@ def read_inputs(spec: RunSpec) -> Inputs:
 
 @asynccontextmanager
 async def _service(
-    spec: RunSpec, inputs: Inputs, reward: RunningReward, agent: RunningAgent, token: str, ended: asyncio.Event
+    spec: RunSpec,
+    inputs: Inputs,
+    reward: RunningReward,
+    agent: RunningAgent,
+    token: str,
+    ended: asyncio.Event,
+    takes_over: bool,
 ) -> AsyncIterator[ControlService]:
     """The parts, put together."""
     rollout, training = spec.rollout, spec.training
+    journal = JournalFile(spec.run_dir / JOURNAL_DIR)
     router = build_router(spec)
     clients = EngineClients(spec.deadlines.request_s)
     dispatcher, speculation = build_dispatcher(spec, router, clients)
+    dispatcher.process = f"{token[:8]}."
     reads = reads_prompt(spec.reward), reads_tokens(spec.reward)
     judge = Judge(inputs.tokenizer.decode, reward, reads[0], reward.take_events, reads[1])
     loop = agent.loop(inputs.tokenizer)
@@ -197,7 +208,7 @@ async def _service(
         dispatcher,
         judge,
         loop,
-        journal=JournalFile(spec.run_dir / JOURNAL_DIR),
+        journal=journal,
         max_buffered_bytes=rollout.max_buffered_gib * 2**30,
     )
     weights = WeightHold(dispatcher, clients, spec.engine.replicas, spec.deadlines.start_s, on_update=rollout.on_update)
@@ -213,32 +224,14 @@ async def _service(
                 gateway = await build_gateway(spec, inputs.tokenizer, loop, dispatcher, parts)
                 service.figures = gateway.take_figures
                 await stack.enter_async_context(_gateway_listening(spec, gateway))
-            await _take_over(spec, scheduler)
+            await take_over(service, journal, spec.run_dir / JOURNAL_DIR, spec.deadlines.start_s, takes_over)
             yield service
     finally:
         await weights.close()
         await dispatcher.close()
         await clients.close()
         judge.close()
-        if scheduler.journal is not None:
-            scheduler.journal.close()
-
-
-async def _take_over(spec: RunSpec, scheduler: Scheduler) -> None:
-    """From the process before, where one ended in this start of the run; the journal is this one's from then on.
-
-    Raises:
-        JournalDamaged, OSError, DataError: what it held cannot be known, or is of other prompts.
-    """
-    assert scheduler.journal is not None
-    recovered = await asyncio.to_thread(read_journal, spec.run_dir / JOURNAL_DIR)
-    if recovered is not None:
-        logger.info("taking over from the journal of a process that ended")
-        scheduler.recover(recovered)
-    else:
-        scheduler.journal.begin(scheduler.books())
-    scheduler.journal.publish()
-    await scheduler.journal.written()
+        journal.close()
 
 
 def build_router(spec: RunSpec) -> Router:
@@ -335,10 +328,12 @@ def announce(path: Path, address: ServiceAddress) -> None:
     part.replace(path)
 
 
-def _spec_from_arguments(arguments: list[str]) -> RunSpec:
-    if not arguments:
-        raise SpecError("usage: python -m slimerl.rollout SPEC [KEY=VALUE]...")
-    return load_spec(Path(arguments[0]), arguments[1:])
+def _from_arguments(arguments: list[str]) -> tuple[RunSpec, bool]:
+    """The spec, and whether a process before has ended. Raises SpecError."""
+    rest = [each for each in arguments if each != TAKE_OVER]
+    if not rest:
+        raise SpecError(f"usage: python -m slimerl.rollout SPEC [{TAKE_OVER}] [KEY=VALUE]...")
+    return load_spec(Path(rest[0]), rest[1:]), len(rest) < len(arguments)
 
 
 def _leave(code: int) -> NoReturn:
@@ -353,8 +348,8 @@ def _leave(code: int) -> NoReturn:
 if __name__ == "__main__":
     die_with_parent(os.getppid())
     try:
-        loaded = _spec_from_arguments(sys.argv[1:])
+        loaded, takes_over = _from_arguments(sys.argv[1:])
     except SpecError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    _leave(main(loaded))
+    _leave(main(loaded, takes_over))

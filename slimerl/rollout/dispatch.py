@@ -98,6 +98,10 @@ class Dispatcher:
     changed: Callable[[], None] = lambda: None
     order: LengthOrder[Waiter] = field(default_factory=LengthOrder)
     """Of those that are not urgent."""
+    distrusted: Callable[[str], None] = lambda engine_id: None
+    """Told of an engine that is quarantined for what it answered."""
+    process: str = ""
+    """In the names of requests, where engines may still have some of an earlier process."""
     in_flight: int = 0
     """Slots taken and not yet given back."""
     _held: bool = False
@@ -286,7 +290,7 @@ class Dispatcher:
         version = self.router.version
         self._sent += 1
         # never the name of an earlier try, which an engine may still know
-        name = f"{request.request_id}#{self._sent}"
+        name = f"{request.request_id}#{self.process}{self._sent}"
         asked = self._migration.sent(slot, name, divisible=request.progress is not None)
         if live is not None:
             live.begin(version)
@@ -301,6 +305,7 @@ class Dispatcher:
             if failure.reason == "wrong_version":
                 logger.error("engine %s is quarantined: %s", slot.engine_id, failure)
                 self.router.quarantine(slot.engine_id, str(failure))
+                self.distrusted(slot.engine_id)
             ended = live.ended(request.params) if live is not None and failure.again else None
             if ended is None:
                 raise

@@ -24,12 +24,19 @@ from slimerl.samples.journal import Begun, Books, Finished, Record, Recovered, R
 logger = logging.getLogger(__name__)
 
 JOURNAL_DIR = "journal"
+TAKE_OVER = "--take-over"
+"""Argument of a rollout role that is started in the place of one that ended."""
 SEGMENT_BYTES = 64 * 2**20
 """A segment that is this long is followed by another, which lets go of what has been trained."""
 WRITE_S = 120.0
 """For what is noted to reach the operating system."""
 _SEGMENT = "{:08d}.segment"
 _PART = ".part"
+
+
+def has_journal(directory: Path) -> bool:
+    """Has a process left one that another can take over from?"""
+    return bool(_segments(directory))
 
 
 def read_journal(directory: Path) -> Recovered | None:

@@ -40,6 +40,7 @@ from slimerl.rollout.statistics import (
 from slimerl.samples.journal import Books, HandedOut, Recovered, unheard
 from slimerl.samples.messages import BatchManifest, RolloutState
 from slimerl.samples.sample import TOKEN_BYTES, Sample
+from slimerl.samples.served import ServedWeights
 from slimerl.samples.store import GroupState, SampleStore
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class Scheduler:
     judge: Judge
     agent: AgentLoop = field(default_factory=SingleTurn)
     journal: JournalFile | None = None
+    served: ServedWeights = field(default_factory=ServedWeights)
     max_buffered_bytes: float = math.inf
     """Back-pressure: see `_has_room`."""
     progressed: Callable[[], None] = lambda: None
@@ -115,7 +117,7 @@ class Scheduler:
         self._parts = Parts(settings.params, settings.run_seed, settings.chunk_tokens, lengths, settings.routing)
         self._informative = InformativeGroups(settings.dynamic_sampling_rounds, settings.groups_per_step)
         if self.journal is not None:
-            self.store.note = self.journal.note
+            self.store.note = self.served.note = self.journal.note
 
     async def run(self) -> None:
         """Admit groups until cancelled; ends the samples under way then."""
@@ -221,13 +223,15 @@ class Scheduler:
         counts, leases, told = self.store.counts(), self.store.leases(), dict(self._dropped_before)
         handed_out = [HandedOut(each.batch_id, each.step, each.metrics, told) for each in self._manifests.values()]
         steps, groups = self.batches_taken - len(leases), self.store.booked_groups()
-        return Books(steps, self.prompts.cursor, counts.trained, counts.dropped, told, groups, leases, handed_out)
+        cursor, weights = self.prompts.cursor, self.served.weights
+        return Books(steps, cursor, counts.trained, counts.dropped, told, groups, leases, handed_out, weights)
 
     def recover(self, recovered: Recovered) -> None:
         """Go on where a process ended; a batch that it had handed out is leased, and the same when asked for again.
 
         Raises: as `restore`.
         """
+        self.served.weights = recovered.weights
         self.restore(recovered.state)
         leases = {lease.batch_id: lease.group_ids for lease in recovered.leases}
         for told in recovered.handed_out:
@@ -253,6 +257,9 @@ class Scheduler:
         if self.journal is not None:
             self.journal.begin(self.books())
         self.gate.resume(state.steps)
+        if self.served.weights.version >= 0:
+            # what is trained may be a step further: nothing of that version may begin before engines serve it
+            self.gate.version = self.served.weights.version
         self._forks = {name: fork for of_group in forks for name, fork in of_group.items()}
         for group, again in zip(groups, drawn, strict=True):
             batch = self.gate.next_batch
@@ -267,9 +274,9 @@ class Scheduler:
             if became is GroupState.DROPPED:
                 self.gate.drop()
                 continue
-            if became is GroupState.READY:
-                self.gate.accept()
             self._records[group.group_id] = GroupRecord()
+            if became is GroupState.READY:
+                self._keeps(group.group_id)
             if again is not None:
                 self.dispatcher.order.admit(group.group_id, again.prompt.prompt_id, batch)
                 self._begin(missing, again.prompt.answer)
@@ -335,21 +342,25 @@ class Scheduler:
         self.progressed()
 
     def _finish(self, group_id: str) -> None:
-        """All answers of a group are judged: it is accepted, or replaced where nothing can be learnt from it."""
+        """All answers of a group are judged."""
         self._lost_in_a_row = 0
-        reason = self._informative.add(self.store.verdicts(group_id))
-        if reason is None:
+        if self._keeps(group_id):
             self._records[group_id].ready_s = time.monotonic()
-            self.gate.accept()
-        else:
-            logger.info("group %s is replaced (%s)", group_id, reason)
-            self.store.drop_group(group_id, reason)
-            del self._records[group_id]
-            self.gate.drop()
         try:
             self._informative.check()
         except NothingToLearn as error:
             self._stop(str(error))
+
+    def _keeps(self, group_id: str) -> bool:
+        """A finished group is accepted, or replaced where nothing can be learnt from it."""
+        if (reason := self._informative.add(self.store.verdicts(group_id))) is None:
+            self.gate.accept()
+            return True
+        logger.info("group %s is replaced (%s)", group_id, reason)
+        self.store.drop_group(group_id, reason)
+        del self._records[group_id]
+        self.gate.drop()
+        return False
 
     def _stop(self, why: str) -> None:
         if not self.stopped:

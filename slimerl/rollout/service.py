@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 64 * 2**20
 MAX_FETCH_BYTES = 32 * 2**20
 """Of payload in one answer: packing it holds up the event loop, and both sides have it twice."""
+_JOURNALED = frozenset({Path.NEXT_BATCH, Path.BATCH_TRAINED, Path.HOLD, Path.RELEASE, Path.RESTORE})
+"""What is told by their answers a process that takes over knows."""
 
 Message = TypeVar("Message")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -105,6 +107,8 @@ class ControlService:
         self.scheduler.dispatcher.changed = self._engines_changed
         self.weights.released = self._released
         self.weights.returning = self.returning
+        self.weights.served = self.scheduler.served
+        self.scheduler.dispatcher.distrusted = self.scheduler.served.distrusted
 
     def application(self) -> web.Application:
         application = web.Application(middlewares=[self._guard], client_max_size=MAX_REQUEST_BYTES)
@@ -184,7 +188,7 @@ class ControlService:
         self.router.join(engine)
         self.returning.registered(engine.engine_id)
         logger.info("engine %s registered at %s", engine.engine_id, engine.url)
-        self.weights.joined()
+        self.weights.joined(engine)
         self._progressed()
         return self.router.engine(engine.engine_id)
 
@@ -204,6 +208,8 @@ class ControlService:
         engine = self.router.engine(lost.engine_id)
         logger.error("engine %s has ended: %s", lost.engine_id, lost.reason)
         self.returning.lost(lost.engine_id, lost.returns_s)
+        if not lost.returns_s:
+            self.scheduler.served.distrusted(lost.engine_id)
         self.router.leave(lost.engine_id, lost.reason)
         self.scheduler.dispatcher.interrupt(lost.engine_id)
         self.scheduler.dispatcher.refresh()
@@ -220,14 +226,7 @@ class ControlService:
         return _answer(self.status())
 
     async def _next_batch(self, request: web.Request) -> web.Response:
-        batch = await self.next_batch(await _message(request, NextBatchRequest))
-        await self._journaled()
-        return _answer(batch)
-
-    async def _journaled(self) -> None:
-        """What is told now a process that takes over will know."""
-        if self.scheduler.journal is not None:
-            await self.scheduler.journal.written()
+        return _answer(await self.next_batch(await _message(request, NextBatchRequest)))
 
     async def next_batch(self, request: NextBatchRequest) -> BatchManifest | SyncWanted:
         """Wait for the batch of a step, or for engines that a weight sync would bring into service.
@@ -296,7 +295,6 @@ class ControlService:
     async def _trained(self, request: web.Request) -> web.Response:
         """Answers with the `Status` after it."""
         self.scheduler.trained((await _message(request, BatchTrained)).batch_id)
-        await self._journaled()
         return _answer(self.status())
 
     async def _fetch(self, request: web.Request) -> web.Response:
@@ -372,7 +370,10 @@ class ControlService:
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             return _refusal(401, f"the header {TOKEN_HEADER} is missing or wrong; it stands in the run's address file")
         try:
-            return await handler(request)
+            answer = await handler(request)
+            if request.path in _JOURNALED and self.scheduler.journal is not None:
+                await self.scheduler.journal.written()
+            return answer
         except web.HTTPException as error:
             return _refusal(error.status, f"{request.method} {request.path}: {error.reason}")
         except Exception as error:  # noqa: BLE001 - the last place where an error can be told to whoever asked

@@ -6,6 +6,9 @@ State machine: idle → (draining: running requests end) → held (nothing is di
 still run in a hold wait in their engine, and go on with the new weights. A lease that is not released
 in time ends by itself: an engine that says it holds the lease's version has been verified and committed, and is
 released; of every other nobody knows what was written, and it is quarantined until a later full, verified rewrite.
+
+All of it is journaled (`samples/served.py`). A lease ends with its process: in one that takes over, engines serve at
+once that nobody may have written to since their release, and the others after the next one.
 """
 
 import asyncio
@@ -23,6 +26,7 @@ from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import Engines
 from slimerl.rollout.returning import ReturningEngines
 from slimerl.samples.messages import EngineInfo, EngineState, HoldReply, HoldRequest, ReleaseRequest
+from slimerl.samples.served import ServedWeights
 from slimerl.telemetry import trace
 
 logger = logging.getLogger(__name__)
@@ -60,6 +64,7 @@ class WeightHold:
     on_update: Literal["retract", "in_place", "abort", "drain"] = "retract"
     released: Callable[[int], None] = lambda version: None
     returning: ReturningEngines = field(default_factory=ReturningEngines)
+    served: ServedWeights = field(default_factory=ServedWeights)
     _busy: str = ""
     """What is going on, for those who must be refused."""
     _lease: _Lease | None = None
@@ -83,8 +88,10 @@ class WeightHold:
         try:
             if router.version < 0:
                 await self._registered(self.engines_expected, min(self.start_s, request.lease_s))
-            elif not self._alive() and (wait_s := min(self.returning.remaining_s, request.lease_s)):
-                await self._registered(1, wait_s)
+            else:
+                await self._outlived_registered(request.lease_s)
+                if not self._alive() and (wait_s := min(self.returning.remaining_s, request.lease_s)):
+                    await self._registered(1, wait_s)
             if self.on_update == "drain":
                 await self.dispatcher.drain(request.lease_s)
             else:
@@ -98,6 +105,7 @@ class WeightHold:
             raise HoldError(f"no engine is left to hold: {router.reasons() or 'none has registered'}")
         lease = _Lease(uuid.uuid4().hex, request.version, engines, time.monotonic())
         self._lease = lease
+        self.served.held([one.engine_id for one in engines])
         trace.add("drain", begun, lease.granted_s, "weights", request.version)
         self._busy = f"lease {lease.lease_id} for version {lease.version}"
         self._expiry = asyncio.get_running_loop().create_task(self._expire(lease, request.lease_s))
@@ -106,13 +114,15 @@ class WeightHold:
         return HoldReply(lease.lease_id, list(engines), pause)
 
     def release(self, request: ReleaseRequest) -> None:
-        """End a hold: `whole` engines serve the version; dispatch goes on.
+        """End a hold: `whole` engines serve the version; dispatch goes on. Asked again nothing is changed.
 
         Raises:
             HoldError: the lease is not the present one (it may have run out), or names another version.
             RouterError: an unknown engine.
         """
         lease = self._lease
+        if lease is None and self.served.is_ended(request.lease_id, request.version):
+            return
         if lease is None or lease.lease_id != request.lease_id:
             raise HoldError(
                 f"lease {request.lease_id} is not held; it may have run out "
@@ -123,6 +133,7 @@ class WeightHold:
         unnamed = {one.engine_id for one in lease.engines} - set(request.whole) - set(request.dirty)
         dirty = {**request.dirty, **dict.fromkeys(unnamed, "the release said nothing of it")}
         self.dispatcher.router.release(request.version, request.whole, dirty)
+        self._note_release(lease.lease_id, lease.version)
         for engine_id, reason in dirty.items():
             logger.error("engine %s is quarantined: %s", engine_id, reason)
             self.dispatcher.interrupt(engine_id)
@@ -139,8 +150,12 @@ class WeightHold:
         """What is going on; empty while nothing is held."""
         return self._busy
 
-    def joined(self) -> None:
-        """An engine registered."""
+    def joined(self, engine: EngineInfo) -> None:
+        """An engine registered, as it says of itself."""
+        if self.served.proves(engine):
+            logger.info("engine %s has the weights that were proven, and serves", engine.engine_id)
+            self.dispatcher.router.release(engine.version, [engine.engine_id], {})
+            self.dispatcher.refresh()
         self._changed.set()
 
     async def close(self) -> None:
@@ -161,6 +176,14 @@ class WeightHold:
             # The deadline is looked at again when nobody comes.
             await _wait(self._changed, deadline.remaining_s)
 
+    async def _outlived_registered(self, within_s: float) -> None:
+        """Those that outlived the process before are all taken along: one that came later would need a sync of its
+        own."""
+        deadline = Deadline("the engines to register again", within_s)
+        while left_s := min(self.returning.at_once_s, deadline.remaining_s):
+            self._changed.clear()
+            await _wait(self._changed, left_s)
+
     async def _expire(self, lease: _Lease, lease_s: float) -> None:
         await asyncio.sleep(lease_s)
         self._lease = None
@@ -178,6 +201,7 @@ class WeightHold:
         if whole:
             logger.warning("released at version %d although the lease ran out: %s", lease.version, ", ".join(whole))
             router.release(lease.version, whole, {})
+            self._note_release("", lease.version)
         self._end()
         if whole:
             self.released(lease.version)
@@ -194,6 +218,12 @@ class WeightHold:
         except (EngineError, ValueError):
             return False
         return True
+
+    def _note_release(self, lease_id: str, version: int) -> None:
+        """Before anything is sent to the engines."""
+        serving = set(self.dispatcher.router.serving())
+        engines = [one for one in self.dispatcher.router.engines() if one.engine_id in serving]
+        self.served.released(lease_id, version, {one.engine_id: one.admin_key for one in engines})
 
     def _end(self) -> None:
         self._lease = None

@@ -1,7 +1,7 @@
 """The journal of the sample store: every transition that a process which takes over must know of. Pure: no files.
 
 Flows in: `Record`s in the order of what happened. Flows out: frames of bytes, and from the frames of a process that
-ended, however it ended, a `Recovered`: what the store held, and which batches were leased.
+ended, however it ended, a `Recovered`: what the store held, which batches were leased, which weights engines served.
 
 Metadata and payload are written once each. A journal is cut into segments; each begins with `Books`, the metadata of
 all that lives at that point, so that a segment whose payloads all belong to ended samples is of no use any more.
@@ -87,6 +87,48 @@ class Trained(msgspec.Struct, frozen=True, tag="t", array_like=True):
     batch_id: str
 
 
+class Held(msgspec.Struct, frozen=True, tag="w", array_like=True):
+    """Engines that may be written to until a `Released`."""
+
+    engine_ids: list[str]
+
+
+class Released(msgspec.Struct, frozen=True, tag="r", array_like=True):
+    """The lease has ended (empty: it ran out). `keys`: engine id → admin key of those that serve `version`, proven."""
+
+    lease_id: str
+    version: int
+    keys: dict[str, str]
+
+
+class Distrusted(msgspec.Struct, frozen=True, tag="q", array_like=True):
+    """What the engine holds is not known any more."""
+
+    engine_id: str
+
+
+Change = Held | Released | Distrusted
+
+
+class Weights(msgspec.Struct, frozen=True, array_like=True):
+    """Of the engines: the newest release, and those `held` since, which may have been written to."""
+
+    lease_id: str = ""
+    version: int = -1
+    keys: dict[str, str] = {}
+    held: list[str] = []
+
+    def after(self, change: Change) -> "Weights":
+        match change:
+            case Held(engine_ids=engine_ids):
+                return msgspec.structs.replace(self, held=list(dict.fromkeys([*self.held, *engine_ids])))
+            case Released(lease_id=lease_id, version=version, keys=keys):
+                return Weights(lease_id, version, keys)
+            case Distrusted(engine_id=engine_id):
+                keys = {name: key for name, key in self.keys.items() if name != engine_id}
+                return msgspec.structs.replace(self, keys=keys)
+
+
 class BookedGroup(msgspec.Struct, frozen=True, array_like=True):
     """A live group without its payload; `journaled` of its samples have one in some segment."""
 
@@ -107,9 +149,10 @@ class Books(msgspec.Struct, frozen=True, tag="s", array_like=True):
     groups: list[BookedGroup] = []
     leases: list[Leased] = []
     handed_out: list[HandedOut] = []
+    weights: Weights = Weights()
 
 
-Record = Books | Admitted | Joined | Begun | Finished | Dropped | Leased | HandedOut | GivenBack | Trained
+Record = Books | Admitted | Joined | Begun | Finished | Dropped | Leased | HandedOut | GivenBack | Trained | Change
 
 
 def unheard(_: Record) -> None:
@@ -156,6 +199,7 @@ class Recovered:
     state: RolloutState
     leases: list[Leased]
     handed_out: list[HandedOut]
+    weights: Weights = field(default_factory=Weights)
 
 
 @dataclass
@@ -182,6 +226,7 @@ class Replay:
     """Live samples whose payload must be in some segment."""
     _leases: dict[str, Leased] = field(default_factory=dict)
     _handed_out: dict[str, HandedOut] = field(default_factory=dict)
+    _weights: Weights = field(default_factory=Weights)
 
     def apply(self, records: Iterable[Record]) -> None:
         """Raises JournalDamaged: they do not begin with Books, or speak of a group or a batch that is not there."""
@@ -201,7 +246,7 @@ class Replay:
             raise JournalDamaged(f"the payloads of {len(lost)} samples are in no segment: {', '.join(lost[:4])}")
         groups = [self._saved(group) for group in self._groups.values()]
         state = RolloutState(self._steps, self._cursor, self._trained, dict(self._dropped), dict(self._told), groups)
-        return Recovered(state, list(self._leases.values()), list(self._handed_out.values()))
+        return Recovered(state, list(self._leases.values()), list(self._handed_out.values()), self._weights)
 
     def _saved(self, group: _Group) -> SavedGroup:
         there = [self._payloads[sample_id] for sample_id in group.sample_ids if sample_id in self._payloads]
@@ -233,6 +278,8 @@ class Replay:
                 self._handed_out.pop(batch_id, None)
             case Trained(batch_id=batch_id):
                 self._train(batch_id)
+            case Held() | Released() | Distrusted():
+                self._weights = self._weights.after(record)
 
     def _open(self, books: Books) -> None:
         """Metadata anew; payloads stay, for those of live samples may stand in earlier segments."""
@@ -242,6 +289,7 @@ class Replay:
         self._groups = {one.group_id: _Group(one.group_id, one.version, list(one.sample_ids)) for one in books.groups}
         self._leases = {lease.batch_id: lease for lease in books.leases}
         self._handed_out = {one.batch_id: one for one in books.handed_out}
+        self._weights = books.weights
         self._expected = {sample_id for group in books.groups for sample_id in group.journaled}
         live = {sample_id for group in books.groups for sample_id in group.sample_ids}
         self._payloads = {sample_id: sample for sample_id, sample in self._payloads.items() if sample_id in live}

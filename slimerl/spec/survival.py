@@ -23,9 +23,11 @@ class ResilienceSpec(Strict):
     """What is started again where it failed; each time is counted and said. Errors that would come again are not."""
 
     run_restarts: NonNegative = 3
-    """The whole run, from its newest checkpoint, where trainer or rollout role ended."""
+    """The whole run, from its newest checkpoint, where the trainer ended, or what is not started again in place."""
     engine_restarts: NonNegative = 3
     """Each engine, in the running run; it serves again after a weight sync."""
+    rollout_restarts: NonNegative = 3
+    """The rollout role, in the running run; it takes over from its journal. 0: the run starts over instead."""
 
 
 class DeadlineSpec(Strict):

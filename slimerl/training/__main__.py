@@ -154,7 +154,8 @@ def _connected(spec: RunSpec) -> "RolloutClient":
     from slimerl.training.rollout_client import RolloutClient
 
     deadline = Deadline("the rollout role to announce itself", spec.deadlines.start_s)
-    return RolloutClient.connect(spec.run_dir, deadline, spec.deadlines.request_s)
+    successor_s = spec.deadlines.start_s if spec.resilience.rollout_restarts else 0.0
+    return RolloutClient.connect(spec.run_dir, deadline, spec.deadlines.request_s, successor_s)
 
 
 def _wait_for_room(spec: RunSpec, is_first: bool) -> None:

@@ -2,10 +2,13 @@
 
 Flows in: messages of `slimerl.samples.messages`. Flows out: the answers. Invariant: every call ends, with an answer
 or an error that names the path and what the service said, within its deadline.
+
+Where the role ends, a call of `REPEATED` waits for the one that is started in its place and is made again.
 """
 
 import http.client
 import json
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,37 +43,67 @@ from slimerl.samples.messages import (
     read_address,
 )
 from slimerl.samples.messages import Path as Endpoint
+from slimerl.training.successor import Successors
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 
 ANSWER_MARGIN_S = 10.0
 """How long after its own deadline the service may still be answering that it has passed."""
+LIVES_S = 5.0
+"""For a role to say that it is still there."""
+
+REPEATED = {
+    Endpoint.STATUS: "it changes nothing",
+    Endpoint.NEXT_BATCH: "a batch that was handed out and not acknowledged is handed out again",
+    Endpoint.FETCH_SAMPLES: "samples stay until their batch is acknowledged",
+    Endpoint.BATCH_TRAINED: "a batch that was acknowledged stays so",
+    Endpoint.HOLD: "a hold ends with its role",
+    Endpoint.RELEASE: "a release that was carried out is known by its lease; any other is refused",
+    Endpoint.BEGIN_EVALUATION: "it samples for nobody else",
+    Endpoint.EVALUATE: "it samples for nobody else",
+    Endpoint.STATE: "it changes nothing",
+    Endpoint.RESTORE: "it is refused where samples have been admitted",
+}
+"""Calls that another role, which has taken over from one that ended, may be asked again, and why."""
 
 
 class ServiceFailed(RuntimeError):
     """The control service refused a call, or could not be reached."""
 
 
+class RoleGone(ServiceFailed):
+    """The role that was asked cannot be reached, or another listens in its place; what the call did is not known."""
+
+
 class RolloutClient:
     """One connection per call: a call is rare (some per step), and a kept connection would have to be watched."""
 
-    def __init__(self, address: ServiceAddress, request_s: float) -> None:
-        """Args: `request_s`: bound of a call that does not bring its own."""
-        parts = urlsplit(address.url)
-        self._host, self._port, self._token = parts.hostname or "", parts.port or 80, address.token
+    def __init__(self, address: ServiceAddress, request_s: float, successors: Successors | None = None) -> None:
+        """
+        Args:
+            request_s: bound of a call that does not bring its own.
+            successors: where the next role is found; None: calls fail where this one ends.
+        """
+        self._address, self._successors = address, successors
         self._request_s = request_s
 
     @staticmethod
-    def connect(run_dir: Path, deadline: Deadline, request_s: float) -> "RolloutClient":
+    def connect(run_dir: Path, deadline: Deadline, request_s: float, successor_s: float = 0.0) -> "RolloutClient":
         """Wait until the rollout role has announced itself and answers.
+
+        Args:
+            successor_s: for another one to be started in its place where it ends later; 0: none will be.
 
         Raises:
             DeadlineExceeded: says whether the address file was missing, or what became of the last call.
         """
         file = run_dir / ADDRESS_FILE
+        successors = Successors(run_dir, successor_s) if successor_s else None
         while True:
             try:
-                client = RolloutClient(read_address(run_dir), request_s)
+                client = RolloutClient(read_address(run_dir), request_s, successors)
                 client.health()
             except FileNotFoundError:
                 deadline.check(f"{file} is not there")
@@ -82,7 +115,7 @@ class RolloutClient:
             time.sleep(min(POLL_S, deadline.remaining_s))
 
     def health(self) -> None:
-        self._call("GET", Endpoint.HEALTH, b"", self._request_s)
+        self._once("GET", Endpoint.HEALTH, b"", self._request_s)
 
     def status(self) -> Status:
         return self._ask("GET", Endpoint.STATUS, None, Status)
@@ -159,8 +192,36 @@ class RolloutClient:
             raise ServiceFailed(f"{path}: the answer is no {kind}: {error}") from None
 
     def _call(self, method: str, path: Endpoint, body: bytes, timeout_s: float) -> bytes:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-        headers = {TOKEN_HEADER: self._token, "Content-Type": "application/msgpack"}
+        try:
+            return self._once(method, path, body, timeout_s)
+        except RoleGone as error:
+            if self._successors is None or path not in REPEATED:
+                raise
+            gone = error
+        deadline = Deadline("another rollout role in the place of the one that ended", self._successors.within_s)
+        while True:
+            address = self._successors.of(self._address, self._answers, deadline, str(gone))
+            if address is None:
+                raise gone
+            logger.warning("%s; asking the one that was started in its place", gone)
+            self._address = address
+            try:
+                return self._once(method, path, body, timeout_s)
+            except RoleGone as error:
+                gone = error
+
+    def _answers(self) -> bool:
+        try:
+            self._once("GET", Endpoint.HEALTH, b"", LIVES_S)
+        except (ServiceFailed, DeadlineExceeded):
+            return False
+        return True
+
+    def _once(self, method: str, path: Endpoint, body: bytes, timeout_s: float) -> bytes:
+        parts = urlsplit(self._address.url)
+        host, port = parts.hostname or "", parts.port or 80
+        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        headers = {TOKEN_HEADER: self._address.token, "Content-Type": "application/msgpack"}
         try:
             connection.request(method, str(path), body, headers)
             response = connection.getresponse()
@@ -168,13 +229,15 @@ class RolloutClient:
         except TimeoutError:
             raise DeadlineExceeded(f"waited {timeout_s:g} s for the rollout role to answer {path}") from None
         except (OSError, http.client.HTTPException) as error:
-            raise ServiceFailed(
-                f"{path}: the rollout role at {self._host}:{self._port} cannot be reached ({error!r}); has it ended?"
+            raise RoleGone(
+                f"{path}: the rollout role at {host}:{port} cannot be reached ({error!r}); has it ended?"
             ) from None
         finally:
             connection.close()
         if response.status >= 400:
-            raise ServiceFailed(f"{path}: refused with {response.status}: {_reason(content)}")
+            # 401: its port is another role's now
+            failed = RoleGone if response.status == http.HTTPStatus.UNAUTHORIZED else ServiceFailed
+            raise failed(f"{path}: refused with {response.status}: {_reason(content)}")
         return content
 
 

@@ -17,9 +17,10 @@ TOKEN = "token-of-the-test"
 class ControlService:
     """Listens while the context lasts; `registered` are the engines that it has taken."""
 
-    def __init__(self, run_dir: Path, refuse: str | None = None) -> None:
+    def __init__(self, run_dir: Path, refuse: str | None = None, token: str = TOKEN) -> None:
         self._run_dir = run_dir
         self._refuse = refuse
+        self._token = token
         self.registered: list[EngineInfo] = []
         self.attempts = 0
         self._loop = asyncio.new_event_loop()
@@ -44,12 +45,12 @@ class ControlService:
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         port = self._runner.addresses[0][1]
-        address = ServiceAddress(f"http://127.0.0.1:{port}", TOKEN, 1)
+        address = ServiceAddress(f"http://127.0.0.1:{port}", self._token, 1)
         (self._run_dir / ADDRESS_FILE).write_bytes(msgspec.json.encode(address))
 
     async def _register(self, request: web.Request) -> web.Response:
         self.attempts += 1
-        assert request.headers[TOKEN_HEADER] == TOKEN
+        assert request.headers[TOKEN_HEADER] == self._token
         info = messages.decode(await request.read(), EngineInfo)
         if self._refuse is not None:
             return web.Response(status=409, body=messages.encode(Refusal(self._refuse)))

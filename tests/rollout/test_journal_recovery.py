@@ -26,7 +26,7 @@ def process(act: Act, directory: Path, killed: bool = False, segment_bytes: int 
     async def run() -> Any:
         async with asyncio.timeout(60), rollout(**options) as made:
             journal = made.scheduler.journal = JournalFile(directory, segment_bytes)
-            made.store.note = journal.note
+            made.store.note = made.scheduler.served.note = journal.note
             recovered = read_journal(directory)
             if recovered is None:
                 journal.begin(made.scheduler.books())

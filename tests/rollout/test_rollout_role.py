@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import transformers
@@ -26,6 +27,7 @@ from tiny_models import make_tiny_model
 from slimerl.engine.registration import register
 from slimerl.resilience.deadline import Deadline
 from slimerl.rollout.__main__ import main
+from slimerl.rollout.journal_file import TAKE_OVER
 from slimerl.samples.messages import (
     ADDRESS_FILE,
     TOKEN_HEADER,
@@ -98,10 +100,10 @@ def files(tmp_path: Path, model_path: Path) -> Files:
 class Role:
     """`python -m slimerl.rollout SPEC`, its log, and what must be true once it has ended."""
 
-    def __init__(self, spec: Path) -> None:
+    def __init__(self, spec: Path, *arguments: str) -> None:
         self.log = spec.with_name("role.log")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        command = [sys.executable, "-m", "slimerl.rollout", str(spec)]
+        command = [sys.executable, "-m", "slimerl.rollout", str(spec), *arguments]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
@@ -116,11 +118,11 @@ class Role:
 
 
 @pytest.fixture
-def start(files: Files) -> Iterator[Callable[[Path], Role]]:
+def start(files: Files) -> Iterator[Callable[..., Role]]:
     roles: list[Role] = []
 
-    def started(spec: Path) -> Role:
-        roles.append(Role(spec))
+    def started(spec: Path, *arguments: str) -> Role:
+        roles.append(Role(spec, *arguments))
         return roles[-1]
 
     yield started
@@ -306,27 +308,32 @@ def test_a5_the_role_ends_with_its_parent_and_its_workers_with_it(files):
 
 
 def test_a2_a_killed_role_that_is_started_again_hands_out_the_same_batch_and_goes_on(files, start):
-    """Fault: SIGKILL after step 2 was handed out and before it was trained."""
+    """Fault: SIGKILL after step 2 was handed out and before it was trained; engines and the trainer's client stay."""
     role = start(files.write())
-    handed: list[Any] = []
 
     async def take(client: RolloutClient) -> list[Any]:
         manifest = await asyncio.to_thread(client.next_batch, 2, 20.0)
         ids = [sample.sample_id for sample in manifest.samples]
         return [manifest.batch_id, manifest.samples, await asyncio.to_thread(client.fetch, ids)]
 
-    async def before(client: RolloutClient, engines: list[FakeEngine]) -> None:
+    async def scene(_: RolloutClient, engines: list[FakeEngine]) -> None:
+        deadline = Deadline("the role", START_S)
+        client = await asyncio.to_thread(RolloutClient.connect, files.run_dir, deadline, 10.0, START_S)
         await sync(client, engines, 0)
         await train_step(client, 1)
         await sync(client, engines, 1)
-        handed.extend(await take(client))
+        handed = await take(client)
         role.process.kill()
-
-    async def after(client: RolloutClient, engines: list[FakeEngine]) -> None:
+        role.process.wait(10)
+        start(files.write(), TAKE_OVER)
+        assert await take(client) == handed
         status = await asyncio.to_thread(client.status)
         assert (status.trained, status.buffered) == (GROUPS * SIZE, GROUPS * SIZE)
-        await sync(client, engines, 1)
-        assert await take(client) == handed
+        assert (status.version, status.returning) == (1, ["engine-0", "engine-1"])
+        for engine, version in zip(engines, (1, -1), strict=True):
+            await register(msgspec.structs.replace(engine.info, version=version), files.run_dir, deadline)
+        status = await asyncio.to_thread(client.status)
+        assert [engine.state for engine in status.engines] == [EngineState.SERVING, EngineState.JOINING]
         await asyncio.to_thread(client.trained, "step-2", 2)
         with pytest.raises(ServiceFailed, match=r"409: .*step-2 was trained already"):
             await asyncio.to_thread(client.next_batch, 2, 1.0)
@@ -335,7 +342,4 @@ def test_a2_a_killed_role_that_is_started_again_hands_out_the_same_batch_and_goe
         status = await asyncio.to_thread(client.status)
         assert status.admitted == status.trained + sum(status.dropped.values()) == GROUPS * SIZE * STEPS
 
-    with_engines(files, before)
-    role.process.wait(10)
-    start(files.write())
-    with_engines(files, after)
+    with_engines(files, scene)

@@ -241,7 +241,7 @@ def test_the_first_hold_waits_for_every_engine_to_register():
         holding = asyncio.ensure_future(hold(made, 0))
         await asyncio.sleep(0.01)
         made.router.join(made.engines[0].info.__class__("engine-2", made.engines[0].url, "fake-key", 1))
-        made.weights.joined()
+        made.weights.joined(made.router.engine("engine-2"))
         assert [engine.engine_id for engine in (await holding).engines] == ["engine-0", "engine-1", "engine-2"]
 
     play(scene)

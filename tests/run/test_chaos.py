@@ -8,6 +8,8 @@ import pytest
 from chaos import NotOurs, compared, emptied, struck
 from tiny_run import teach_digits, write_spec
 
+from slimerl.telemetry.run_log import EVENTS_FILE, RESTARTED, read_records
+
 STEPS = 20
 KINDS = ("engine's scheduler killed", "rollout role killed", "checkpoint truncated")
 
@@ -15,8 +17,8 @@ KINDS = ("engine's scheduler killed", "rollout role killed", "checkpoint truncat
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a5_faults_of_every_role_change_neither_losses_nor_weights_and_leave_nothing(tmp_path):
-    """Injected, at seeded moments: kills of a scheduler, of the rollout role, and of a trainer rank after the newest
-    checkpoint was truncated."""
+    """Injected, at seeded moments: kills of a scheduler, of the rollout role (`struck` sees engines and
+    trainer live through it), and of a trainer rank after the newest checkpoint was truncated."""
     spec = write_spec(
         tmp_path,
         training={"steps": STEPS, "optimizer": {"lr": 1e-3}},
@@ -32,6 +34,9 @@ def test_a5_faults_of_every_role_change_neither_losses_nor_weights_and_leave_not
     survived, problems = struck(spec, [], KINDS, len(KINDS), random.Random(5), tmp_path)
     assert problems + compared(calm, tmp_path / "fire", STEPS) == []
     assert {one.kind for one in survived} == set(KINDS)
+    restarts = [one["text"] for one in read_records(tmp_path / "fire" / EVENTS_FILE) if one.get("name") == RESTARTED]
+    assert len(restarts) == len(KINDS), restarts
+    assert "rollout was killed by SIGKILL; started again in place, from its journal (1 of 4)" in restarts
 
 
 def test_a_directory_of_someone_else_is_not_emptied(tmp_path):

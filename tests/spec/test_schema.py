@@ -18,6 +18,7 @@ PACKAGE = Path(slimerl.__file__).parent
 COUNTS_AND_RATIOS = {
     "run_restarts",
     "engine_restarts",
+    "rollout_restarts",
     *("data", "tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "tensor_parallel"),
     *("steps", "prompts_per_step", "minibatches_per_step", "samples_per_prompt", "every_steps", "keep_last"),
     *("threads", "threads_per_rank", "workers", "replicas", "max_prompts", "max_running_requests", "max_staleness"),
