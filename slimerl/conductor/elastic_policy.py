@@ -3,7 +3,8 @@
 Flows in: of each step, how long the trainer waited for samples and how long engines had no request. Flows out: one
 more, one fewer, or nothing.
 Invariants: the number of engines stays within its bounds; nothing changes before `cooldown_steps` whole steps with the
-present engines were seen; under a load that stays the same engines do not come and go.
+present engines were seen; under a load that stays the same engines do not come and go, and what does not help is tried
+ever less often.
 
 What another number of engines would do follows from the two shares. Of n engines, each busy for the share b of a step,
 the requests of the step take n·b of one engine, and so n·b/m of m engines. A trainer that trains meanwhile, since
@@ -24,7 +25,11 @@ SPARE = 0.5
 what keeps a figure that wavers from bringing back what has just been removed."""
 RETRY = 2
 """By so much the time doubles, and again, until a number of engines that was too few is tried again: what was foreseen
-for it was wrong before, and a load that stays the same shall not pay for that more than now and then."""
+for it was wrong before, and a load that stays the same shall not pay for that more than now and then. So it is after an
+engine that was added in vain."""
+HELPED = 0.5
+"""Part of what was foreseen of the engine added last that must have come true, for another one at once: where each
+waits for a long answer of its own all are busy, and none helps."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,12 @@ class ElasticPolicy:
     _seen: deque[StepLoad] = field(init=False)
     _too_few: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Number of engines → how often it was too few, until which step it is taken to be."""
+    _hoped: tuple[int, float] = (0, 0.0)
+    """With the engine added last: how many they are, how much of a step the trainer waits at most if it helped."""
+    _in_vain: int = 0
+    """Engines added in a row that did not."""
+    _patience: int = 0
+    """Steps since that was seen of the last one."""
 
     def __post_init__(self) -> None:
         self._seen = deque(maxlen=self.spec.cooldown_steps)
@@ -121,9 +132,29 @@ class ElasticPolicy:
                 "the trainer waits for samples, but engines have nothing to do meanwhile: more of them would not help. "
                 "Look at long answers, slow rewards, rollout.max_staleness and rollout.max_running_requests",
             )
+        if self._was_in_vain(demand):
+            return Decision(
+                0,
+                "the trainer waits for samples, and not much less with the engine that was added last; another one is "
+                "tried later",
+            )
         times = 1 + self._too_few.get(demand.engines, (0, 0))[0]
         self._too_few[demand.engines] = times, step + self.spec.cooldown_steps * RETRY ** (times + 1)
+        foreseen = demand.waited - demand.waited_with(demand.engines + 1)
+        self._hoped = demand.engines + 1, demand.waited - HELPED * foreseen
         return Decision(1, str(demand))
+
+    def _was_in_vain(self, demand: Demand) -> bool:
+        """The engine added last, and for now that is not forgotten."""
+        engines, most = self._hoped
+        if demand.engines != engines or demand.waited <= most:
+            self._in_vain = self._patience = 0
+            return False
+        self._patience += 1
+        if self._patience <= self.spec.cooldown_steps * RETRY ** (self._in_vain + 2):
+            return True
+        self._in_vain, self._patience = self._in_vain + 1, 0
+        return False
 
     def _fewer(self, demand: Demand, step: int) -> Decision:
         fewer = demand.engines - 1

@@ -105,6 +105,28 @@ def test_waiting_for_one_long_answer_brings_no_engine_and_is_told(overlaps):
     assert any("more of them would not help" in decision.why for decision in told)
 
 
+def test_engines_that_wait_for_a_long_answer_each_are_busy_and_none_helps_so_that_ever_fewer_are_tried():
+    one = policy()
+    changes = played(one, lambda _, engines: (0.6, 0.1))
+    assert numbers(changes) == [2, 3, 4, 5]
+    waits = [later.step - sooner.step for sooner, later in pairwise(changes)]
+    assert [later - sooner for sooner, later in pairwise(waits)] == [20, 40]
+    assert "not much less with the engine that was added last" in one.look(StepLoad(STEPS, 0.6, 0.1, 5), 5).why
+
+
+def test_engines_that_are_busy_enough_stay():
+    """A quarter of their time they are idle, and three would do."""
+    assert played(policy(), steady(World(trains=1.0, samples=2.9)), engines=4) == []
+    assert numbers(played(policy(engines_idle=0.2), steady(World(trains=1.0, samples=2.9)), engines=4)) == [3]
+
+
+def test_engines_stay_while_the_trainer_waits_whatever_it_is_that_it_waits_for():
+    """A sixth of the step, for a long answer; the engines are idle for more than nine tenths of it."""
+    waiting = World(trains=1.0, samples=0.3, long_answer=0.2)
+    assert played(policy(), steady(waiting), engines=3) == []
+    assert numbers(played(policy(trainer_idle=0.5), steady(waiting), engines=3)) == [2, 1]
+
+
 def test_beyond_the_most_engines_nothing_is_added_and_that_is_told():
     one, shares = policy(max=2), World(trains=1.0, samples=9.0).shares(2)
     told = [one.look(StepLoad(step, *shares, 2), 2) for step in range(1, 8)]
