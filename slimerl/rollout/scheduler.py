@@ -263,7 +263,11 @@ class Scheduler:
                 if again is not None
                 else []
             )
-            if self.store.admit_saved(group, missing) is GroupState.READY:
+            became = self.store.admit_saved(group, missing)
+            if became is GroupState.DROPPED:
+                self.gate.drop()
+                continue
+            if became is GroupState.READY:
                 self.gate.accept()
             self._records[group.group_id] = GroupRecord()
             if again is not None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 from fake_engine import LONG, go_on
 from scene import Scene, rollout
@@ -111,6 +112,31 @@ def test_c1_an_asynchronous_run_keeps_what_was_finished_and_makes_the_rest_again
     kept = ready.keys() & trained.keys()
     assert kept
     assert {name: trained[name] for name in kept} == {name: ready[name] for name in kept}
+
+
+def test_c1_a_group_of_which_too_few_samples_are_left_ends_where_the_process_before_was_about_to_end_it():
+    """Injected: the process ends between the drop of a group's last sample but one and that of the last."""
+
+    async def before(made: Scene) -> Any:
+        await train(made, 1, 1)
+        await made.until(lambda: sum(group.ready for group in made.store.unleased()) >= 1)
+        return saved(made)
+
+    async def after(made: Scene) -> Any:
+        made.scheduler.restore(state)
+        gate = made.scheduler.gate
+        return made.store.counts(), gate.accepted + gate.running, await train(made, 2, 2)
+
+    state = process(before, staleness=2)
+    at, group = next((at, each) for at, each in enumerate(state.groups) if not each.missing)
+    lost = group.sample_ids[1:]
+    state.groups[at] = msgspec.structs.replace(group, sample_ids=group.sample_ids[:1], samples=group.samples[:1])
+    state = msgspec.structs.replace(state, dropped={"timeout": len(lost)})
+    counts, admitted, trained = process(after, staleness=2)
+    assert counts.dropped == {"timeout": len(lost), "group_too_small": 1}
+    assert admitted == 2 + len(state.groups) - 1
+    assert trained
+    assert trained.keys().isdisjoint(group.sample_ids)
 
 
 def is_number(sample_id: str, number: int) -> bool:
