@@ -1,5 +1,6 @@
 """What all tests share, and which of them may run beside each other."""
 
+import gc
 import os
 import re
 from functools import cache
@@ -58,3 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return FIRST.index(lane) if lane else len(FIRST)
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported lives on; to look through it would take longer than many a test that collects."""
+    gc.freeze()
