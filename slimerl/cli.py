@@ -193,13 +193,14 @@ def prepare(
     Example:
       slimerl prepare configs/quickstart.yaml
     """
-    from slimerl.conductor.reach import reach_faults
+    from slimerl.conductor.reach import reach_faults, unwatched_faults
     from slimerl.conductor.run import RunDirectoryTaken
     from slimerl.conductor.run import prepare as make_ready
     from slimerl.telemetry.run_log import RecordDamaged
 
     loaded = _loaded(spec, overrides)
-    if cluster and (faults := list(reach_faults(loaded, loaded.trainer_nodes + loaded.engine_nodes))):
+    of_nodes = reach_faults(loaded, loaded.trainer_nodes + loaded.engine_nodes) if cluster else ()
+    if faults := [*unwatched_faults(loaded), *of_nodes]:
         _fail("\n".join(faults), 2)
     try:
         typer.echo(make_ready(loaded, fresh))

@@ -91,6 +91,8 @@ def _sampling(spec: RunSpec, needed: RunEstimate) -> Iterator[tuple[str, str]]:
 
 def _engines(engine: EngineSpec) -> str:
     parts = [f"{engine.replicas} × tensor {engine.tensor_parallel}"]
+    if engine.elastic is not None:
+        parts.append(f"{engine.elastic.min} to {engine.elastic.max} by load")
     if engine.expert_parallel > 1:
         parts.append(f"experts over {engine.expert_parallel}")
     if engine.data_parallel_attention > 1:

@@ -1,13 +1,14 @@
-"""Engines that come and go while a run goes on, by command.
+"""Engines that come and go while a run goes on, by command or by load (`elastic_by_load.py`).
 
-Flows in: a request, as a file in RUN_DIR/engine_requests that appears whole. Flows out: engine roles started or ended
-by the conductor, and its answer beside the request.
+Flows in: a request; that of a command is a file in RUN_DIR/engine_requests that appears whole. Flows out: engine
+roles, started or ended by the conductor and recorded, and its answer, for a command beside the request.
 Invariants: an engine that was added serves after a weight sync; the requests of one that is removed go on elsewhere,
 and the last one stays. A run that starts over has the engines of its spec.
 """
 
+import itertools
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from slimerl.conductor.supervise import RoleProcess, end_all
 from slimerl.resilience.deadline import Deadline
 from slimerl.samples.messages import EngineLost
 from slimerl.spec import RunSpec
+from slimerl.telemetry.run_log import RESIZED, append_event, newest_step
 
 REQUESTS_DIR = "engine_requests"
 POLL_S = 0.1
@@ -62,33 +64,59 @@ class ElasticEngines:
 
     def __init__(self, spec: RunSpec, spec_file: Path, say: Callable[[str], None]) -> None:
         self._spec, self._spec_file, self._say = spec, spec_file, say
-        self._next = spec.engine.replicas
 
     def serve(self, roles: list[RoleProcess]) -> None:
         """Look for requests, and do what they ask."""
         for asked in sorted((self._spec.run_dir / REQUESTS_DIR).glob(f"*{_REQUEST}")):
             try:
                 request = msgspec.json.decode(asked.read_bytes(), type=EngineRequest)
-                refused = self._refusal(request, roles)
             except (OSError, msgspec.MsgspecError) as error:
-                request, refused = EngineRequest(), f"this is no request: {error}"
-            engines = [] if refused else [*self._add(request.add, roles), *self._remove(request.remove, roles)]
+                answer = EngineAnswer(refused=f"this is no request: {error}")
+            else:
+                answer = self.change(request, roles, "by command")
             part = asked.with_suffix(".part")
-            part.write_bytes(msgspec.json.encode(EngineAnswer(engines, refused)))
+            part.write_bytes(msgspec.json.encode(answer))
             asked.unlink(missing_ok=True)
             part.rename(asked.with_suffix(_ANSWER))
 
+    def change(self, request: EngineRequest, roles: list[RoleProcess], why: str) -> EngineAnswer:
+        """Do what is asked, or say why not. `why`: it is asked, for people and the record."""
+        if refused := self._refusal(request, roles):
+            return EngineAnswer(refused=refused)
+        removed = self._remove(request.remove, roles, why)
+        return EngineAnswer([*self._add(request.add, roles, why), *removed])
+
     def _refusal(self, request: EngineRequest, roles: list[RoleProcess]) -> str:
-        running = [role.role.engine_id for role in roles if role.role.engine_id is not None]
+        running, elastic = engine_ids(roles), self._spec.engine.elastic
         if not running:
             return "this run has no engines: its algorithm reads its responses from the data"
         if unknown := [name for name in request.remove if name not in running]:
-            return f"no engine {', '.join(unknown)} runs; there are {', '.join(map(str, running))}"
+            return f"no engine {', '.join(unknown)} runs; there are {', '.join(running)}"
         if request.remove and set(request.remove) == set(running):
             return "that is every engine; one must stay"
+        after = len(running) + request.add - len(set(request.remove))
+        if elastic is not None and not elastic.min <= after <= elastic.max:
+            return (
+                f"that would be {after} engines, and engine.elastic keeps {elastic.min} to {elastic.max}; start the "
+                "run with other bounds"
+            )
         if request.add and has_cuda():
-            return "the GPUs of this machine are those of the roles that the spec names; raise engine.replicas"
+            return self._no_gpus(after)
         return self._too_large(request.add) if request.add else ""
+
+    def _no_gpus(self, after: int) -> str:
+        """For so many engines."""
+        if self._spec.takes_turns(cuda=True):
+            return (
+                "engines take turns with the trainer on the same GPUs, whose memory it may hold now; for engines that "
+                "come and go set cluster.placement: disaggregated"
+            )
+        if after > self._spec.engine.most_replicas:
+            return (
+                f"this run has GPUs for {self._spec.engine.most_replicas} engines; raise engine.replicas, or set "
+                "engine.elastic.max"
+            )
+        return ""
 
     def _too_large(self, more: int) -> str:
         """For the memory of a machine without CUDA."""
@@ -109,27 +137,37 @@ class ElasticEngines:
             "add fewer, or end other programs"
         )
 
-    def _add(self, count: int, roles: list[RoleProcess]) -> list[str]:
+    def _add(self, count: int, roles: list[RoleProcess], why: str) -> list[str]:
         added = []
-        for index in range(self._next, self._next + count):
-            command = engine_command(self._spec, self._spec_file, index)
+        for _ in range(count):
+            # the lowest free number: it is also the place on the GPUs
+            commands = (engine_command(self._spec, self._spec_file, index) for index in itertools.count())
+            command = next(one for one in commands if one.engine_id not in engine_ids(roles))
             # before the trainer, which leads
             roles.insert(-1, RoleProcess(command, self._spec.run_dir / "logs"))
-            self._say(f"{command.name} is added; it serves after a weight sync")
+            self._note(f"{command.name} is added ({why}); it serves after a weight sync")
             added.append(command.name)
-        self._next += count
         return added
 
-    def _remove(self, names: list[str], roles: list[RoleProcess]) -> list[str]:
+    def _remove(self, names: list[str], roles: list[RoleProcess], why: str) -> list[str]:
         removed = [role for role in roles if role.role.engine_id in names]
         for role in removed:
-            tell_lost(self._spec, EngineLost(role.role.name, "removed by command", 0.0))
+            tell_lost(self._spec, EngineLost(role.role.name, f"removed ({why})", 0.0))
             roles.remove(role)
         # all at once: whoever asked waits no longer than for one
         end_all(removed, self._spec.deadlines.shutdown_s)
         for role in removed:
-            self._say(f"{role.role.name} is removed; its requests go on elsewhere")
+            self._note(f"{role.role.name} is removed ({why}); its requests go on elsewhere")
         return [role.role.name for role in removed]
+
+    def _note(self, text: str) -> None:
+        self._say(text)
+        append_event(self._spec.run_dir, max(0, newest_step(self._spec.run_dir)), "note", RESIZED, text)
+
+
+def engine_ids(roles: Sequence[RoleProcess]) -> list[str]:
+    """Of those that were started and not removed, the newest last."""
+    return [role.role.engine_id for role in roles if role.role.engine_id is not None]
 
 
 def _host_bytes(spec: RunSpec) -> int:

@@ -18,6 +18,15 @@ def reach_faults(spec: RunSpec, nodes: int) -> Iterator[str]:
         yield f"cluster.network = loopback: the roles of {shape} could not reach each other; set it to hostname"
 
 
+def unwatched_faults(spec: RunSpec) -> Iterator[str]:
+    """Of a run whose roles are started one by one, and so without a conductor."""
+    if spec.engine.elastic is not None:
+        yield (
+            "engine.elastic: `slimerl run` adds and removes engines, and here roles are started one by one; drop it "
+            "and choose engine.replicas"
+        )
+
+
 def lasting_faults(spec: RunSpec) -> Iterator[str]:
     """Of a run on GPUs: do engines still have their weights at the next sync?"""
     if spec.uses_engines and spec.sync.transport == "delta" and spec.is_colocated:

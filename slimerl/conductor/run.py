@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from slimerl.conductor.elastic import REQUESTS_DIR, ElasticEngines
+from slimerl.conductor.elastic_by_load import EnginesByLoad
 from slimerl.conductor.restarts import EngineRestarts, RunRestarts
 from slimerl.conductor.roles import role_commands
 from slimerl.conductor.rollout_restarts import RolloutRestarts
@@ -113,6 +114,7 @@ class Others:
     def __init__(self, spec: RunSpec, spec_file: Path, say: Callable[[str], None]) -> None:
         self._restarts, self._elastic = EngineRestarts(spec, say), ElasticEngines(spec, spec_file, say)
         self._rollout = RolloutRestarts(spec, say)
+        self._by_load = EnginesByLoad(spec, self._elastic, say)
         self._stalls = Stalls(spec.run_dir, spec.deadlines.alive_s)
 
     def look_after(self, roles: list[RoleProcess]) -> None:
@@ -120,6 +122,7 @@ class Others:
         self._stalls.end_stalled(roles)
         self._elastic.serve(roles)
         self._rollout.replace_ended(roles)
+        self._by_load.look(roles)
         self._restarts.replace_ended(roles)
 
     def explained(self, failure: RoleFailed) -> RoleFailed:

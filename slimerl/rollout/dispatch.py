@@ -127,7 +127,8 @@ class Dispatcher:
 
     def take_figures(self) -> dict[str, float]:
         """`rollout/…` figures of engines and moves since the last call."""
-        return self._figures.take(self.router.moves, self._migration.moved)
+        figures = self._figures.take(self.router.moves, self._migration.moved)
+        return figures | {"rollout/engines": float(len(self.router.serving()))}
 
     async def generate(
         self, request: GenerateRequest, started: Callable[[], None] = lambda: None, urgent: bool = False

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from slimerl.spec.agent import AgentSpec, SingleTurnAgent, check_agent
 from slimerl.spec.algorithm import AlgorithmSpec
 from slimerl.spec.critic import CriticSpec, check_critic
+from slimerl.spec.elastic import ElasticSpec, check_elastic
 from slimerl.spec.evaluation import EvaluationSpec, check_evaluation
 from slimerl.spec.fields import (
     FilePath,
@@ -204,6 +205,8 @@ class EngineSpec(Strict):
     context_tokens: Positive = 2048
     threads: Workers = 1
     """CPU threads of one engine process; without meaning on a GPU."""
+    elastic: ElasticSpec | None = None
+    """More and fewer engines by load; default: `replicas` of them, but for `slimerl engines add` and `remove`."""
     drafting: DraftingSpec | None = None
     """The engine's own speculative decoding; default: none."""
     extra_args: Annotated[tuple[str, ...], BeforeValidator(tuple_from_list)] = ()
@@ -218,6 +221,11 @@ class EngineSpec(Strict):
                     f"engine.tensor_parallel = {self.tensor_parallel}"
                 )
         return self
+
+    @property
+    def most_replicas(self) -> int:
+        """That may run at once."""
+        return self.replicas if self.elastic is None else self.elastic.max
 
 
 class ClusterSpec(Strict):
@@ -324,8 +332,8 @@ class RunSpec(Strict):
 
     @property
     def engine_gpus(self) -> int:
-        """Of all engines."""
-        return self.engine.replicas * self.engine.tensor_parallel if self.uses_engines else 0
+        """Of all engines that may run at once."""
+        return self.engine.most_replicas * self.engine.tensor_parallel if self.uses_engines else 0
 
     @property
     def gpus(self) -> int:
@@ -393,6 +401,7 @@ class RunSpec(Strict):
             )
         check_speculation(rollout.speculation, rollout.temperature, self.algorithm, self.engine.drafting)
         check_routing_replay(self)
+        check_elastic(self)
         refresh, every = self.algorithm.reference_refresh_steps, self.checkpoint.every_steps
         if refresh and every % refresh:
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, RESTARTED, read_records
+from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, RESIZED, RESTARTED, read_records
 
 
 def final_table(run_dir: Path, name: str) -> Table:
@@ -34,8 +34,10 @@ def final_table(run_dir: Path, name: str) -> Table:
         table.add_row(f"memory of {name} (GiB)", f"{values[0]:.2f}", f"{values[-1]:.2f}")
     for name in _names(records, "alarm/"):
         table.add_row(f"alarm {name} (steps)", "", str(len(series(records, f"alarm/{name}"))), style="yellow")
-    if restarts := sum(event.get("name") == RESTARTED for event in read_records(run_dir / EVENTS_FILE)):
-        table.add_row("restarts of roles", "", str(restarts), style="yellow")
+    events = read_records(run_dir / EVENTS_FILE)
+    for event, label in ((RESTARTED, "restarts of roles"), (RESIZED, "engines added or removed")):
+        if times := sum(each.get("name") == event for each in events):
+            table.add_row(label, "", str(times), style="yellow")
     for metric, seconds in phase_seconds(records).items():
         table.add_row(f"{metric.removeprefix('time/')} (mean s per step)", "", f"{seconds:.2f}")
     return table

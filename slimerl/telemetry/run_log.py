@@ -24,6 +24,8 @@ METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 RESTARTED = "restarted"
 """Name of the events of roles that were started again."""
+RESIZED = "engines changed"
+"""Name of the events of engines that were added or removed."""
 
 
 class RunLog:

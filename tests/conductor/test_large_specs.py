@@ -198,6 +198,12 @@ FAULTS = {
          "training.parallel.pipeline=1", "training.prompts_per_step=8"],
         ["engine 1 would have GPUs 6 to 9 of a node of cluster.gpus_per_node = 8; choose sizes of trainer and engine"],
     ),
+    "an engine that may come and would reach over the end of a node": (
+        "qwen3_30b_a3b",
+        ["training.parallel.data=1", "training.parallel.expert=2", "training.parallel.tensor=2",
+         "training.parallel.pipeline=1", "training.prompts_per_step=8", "engine.replicas=1", "engine.elastic.max=2"],
+        ["engine 1 would have GPUs 6 to 9 of a node of cluster.gpus_per_node = 8; choose sizes of trainer and engine"],
+    ),
     "an engine that does not fill its nodes": (
         "deepseek_v3_671b",
         ["cluster.gpus_per_node=7"],

@@ -105,6 +105,15 @@ def test_s3_engines_of_their_own_want_gpus_beside_the_trainers(home):
     assert len(list(machine.gpu_memory_faults(needed, larger, colocated=True))) >= 1
 
 
+def test_s3_engines_that_may_come_want_gpus_from_the_beginning(home):
+    """Injected: a machine with one GPU too few for the engines that may run at once."""
+    sizes = ("cluster.placement=disaggregated", "training.steps=20", "engine.elastic.max=3")
+    spec, _ = needs(home, *sizes)
+    [line] = machine.gpu_faults(spec, 3)
+    assert "1 GPUs of the trainer and 3 of the engines, but 3 are visible" in line
+    assert not list(machine.gpu_faults(spec, 4))
+
+
 def test_s3_a_model_larger_than_a_gpu_is_refused(home):
     """Injected: GPUs of a byte less than a trainer rank needs alone."""
     _, needed = needs(home)

@@ -93,6 +93,7 @@ def test_a_batch_tells_them():
 
     first, second = asyncio.run(scene())
     assert 1.0 <= first["rollout/engine_load_spread"] <= 2.0
+    assert first["rollout/engines"] == 2
     assert first["rollout/length_error"] > 0.3, "nothing was known"
     assert second["rollout/length_error"] == 0.0
     assert second["rollout/partial_samples"] == second["rollout/migrations"] == second["rollout/taken_back"] == 0

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 import transformers
-from tiny_run import interrupt, start, write_spec
+from tiny_run import RUN_S, interrupt, start, write_spec
 
 from slimerl.resilience.deadline import Deadline
 from slimerl.telemetry import read_records
@@ -86,13 +86,19 @@ def test_a5_the_kill_of_the_conductor_takes_every_role_with_it(spec):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_run_with_130_and_until_then_its_directory_is_its_own(spec):
-    run = start(spec, "training.steps=1000")
+    """An engine that came by load ends with the others."""
+    by_load = ("engine.elastic.max=2", "engine.elastic.trainer_idle=0.01", "engine.elastic.cooldown_steps=1")
+    run = start(spec, "training.steps=1000", "cluster.placement=disaggregated", *by_load)
     run.until_step(1)
     code, output = start(spec, keep_record=True).finish()
     assert code == 2
     assert "is in use" in output
+    second = Deadline("a second engine to serve", RUN_S)
+    second.wait_until(lambda: any(record.get("rollout/engines") == 2 for record in records(run)))
+    run.note_shared_memory()
     interrupt(run)
     code, output = run.finish(within_s=60)
     assert code == 130
     assert "interrupted" in output
+    assert "engine-1 is added (the trainer waited " in output
     assert run.left_behind() == []

@@ -24,6 +24,7 @@ COUNTS_AND_RATIOS = {
     *("threads", "threads_per_rank", "workers", "replicas", "max_prompts", "max_running_requests", "max_staleness"),
     *("seed", "port", "temperature", "oversample", "top_p", "pass_at", "majority_at"),
     *("expert_parallel", "data_parallel_attention", "gpus_per_node"),
+    *("min", "max", "trainer_idle", "engines_idle"),
     *("drafts_per_request", "log_lenience", "branches"),
     *("lr", "min_lr", "weight_decay", "beta1", "beta2", "eps", "clip_grad_norm"),
 }

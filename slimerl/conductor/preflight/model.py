@@ -189,7 +189,7 @@ def _node_faults(spec: RunSpec) -> Iterator[str]:
     if left == 0:
         more, left = divmod(per_node, tensor)
         whole += more
-    if left and whole < spec.engine.replicas:
+    if left and whole < spec.engine.most_replicas:
         first = spec.first_gpu(whole)
         yield (
             f"engine {whole} would have GPUs {first} to {first + tensor - 1} of a node of cluster.gpus_per_node = "
