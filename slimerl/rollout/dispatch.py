@@ -297,7 +297,7 @@ class Dispatcher:
             live.begin(version)
         try:
             generation = await self._unless_lost(slot.engine_id, self._ask(slot.engine_id, request, name, live))
-            await self._until_proven(generation, slot.engine_id)
+            await self._until_proven(generation, slot.engine_id, version)
             may_end = self._held or asked.taken_back
             check_answer(generation, range(version, self.router.version + 1), request.params, may_end)
         except TryFailed as failure:
@@ -330,13 +330,16 @@ class Dispatcher:
         """Was it sampled with new weights that are not proven yet? Engines go on a moment before that is known here."""
         return self._held and max(generation.versions, default=-1) > self.router.version
 
-    async def _until_proven(self, generation: Generation, engine_id: str) -> None:
-        if not self._is_ahead(generation):
+    async def _until_proven(self, generation: Generation, engine_id: str, since: int) -> None:
+        """`since`: the version that was served when the try began."""
+        if max(generation.versions, default=-1) <= since:
             return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.request_s):
-                await self._resumed.wait()
-        if self.router.engine(engine_id).state is not EngineState.SERVING:
+        if self._is_ahead(generation):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.request_s):
+                    await self._resumed.wait()
+        # also where the update has ended, perhaps without this engine, between the answer and here
+        if self.router.engine(engine_id).state not in (EngineState.SERVING, EngineState.DRAINING):
             raise TryFailed(LOST, f"engine {engine_id} did not get its new weights", again=True, suspect=False)
 
     async def _unless_lost(self, engine_id: str, asking: Coroutine[Any, Any, Generation]) -> Generation:
