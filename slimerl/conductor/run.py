@@ -16,6 +16,7 @@ from rich.console import Console
 
 from slimerl.conductor.elastic import REQUESTS_DIR, ElasticEngines
 from slimerl.conductor.elastic_by_load import EnginesByLoad
+from slimerl.conductor.preflight.paths import LOCK, holds_other_files
 from slimerl.conductor.restarts import EngineRestarts, RunRestarts
 from slimerl.conductor.roles import role_commands
 from slimerl.conductor.rollout_restarts import RolloutRestarts
@@ -39,8 +40,6 @@ from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE, co
 
 POLL_S = 0.2
 
-LOCK = "lock"
-"""File that marks a directory as a run's, locked while the run lasts."""
 SPEC_FILE = "spec.yaml"
 _SYNC = "sync"
 """Buckets of `sync.transport: disk`."""
@@ -206,11 +205,11 @@ def is_held(run_dir: Path) -> bool:
 def _claimed(spec: RunSpec, fresh: bool) -> Iterator[Path]:
     """Hold the directory for this run alone; what an earlier run left there is gone on with, or goes where `fresh`."""
     run_dir = spec.run_dir
-    if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / LOCK).exists():
+    if holds_other_files(run_dir):
         raise RunDirectoryTaken(f"{run_dir} holds files that are no run's; set output_dir to a directory of its own")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / LOCK).open("w")
+        lock = (run_dir / LOCK).open("a")
     except OSError as error:
         raise RunDirectoryTaken(f"{run_dir} cannot be the directory of a run: {error}") from None
     with lock:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -195,7 +196,11 @@ def write_checkpoint(
     directory = directory.resolve()
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    # those, too, of processes that were killed while they wrote one: each is as large as the model
+    for old in directory.parent.glob(f".{glob.escape(directory.name)}.partial-*"):
+        writer = old.name.rpartition("-")[2]
+        if old == partial or not (writer.isdecimal() and psutil.pid_exists(int(writer))):
+            shutil.rmtree(old, ignore_errors=True)
     partial.mkdir()
     try:
         dtype = _write_shards(partial, tensors, shard_bytes)

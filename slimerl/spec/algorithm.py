@@ -109,7 +109,8 @@ def options_read(given: Mapping[str, Any]) -> dict[str, Any]:
     name = given.get("name", AlgorithmSpec.model_fields["name"].default)
     read: dict[str, Any] = {"name": None, **ALGORITHM_OPTIONS.get(name, {})}
     if "correction" in read:
-        read |= CORRECTION_OPTIONS.get(given.get("correction", "none"), {})
+        correction = given.get("correction", "none")
+        read |= CORRECTION_OPTIONS.get(correction, {}) if isinstance(correction, str) else {}
     if "kl_in" in read and given.get("kl_in") == "reward":
         read["kl_estimator"] = "k1"
     if "aggregation" in read and given.get("aggregation", read["aggregation"]) == "constant_length":

@@ -36,7 +36,10 @@ def _path_from_text(value: object) -> object:
         os.fsencode(value)
     except UnicodeEncodeError:
         raise ValueError("a path is text that the file system can write; correct it") from None
-    return Path(value)
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError(f"there is no home directory for {value.partition('/')[0]}; write the whole path") from None
 
 
 def tuple_from_list(value: object) -> object:

@@ -41,7 +41,8 @@ def sync_topology(trainer_ranks: int, engine: EngineLayout, engines: int, gpus_p
 
 def engine_config(spec: RunSpec, config: Config) -> Config:
     """The `config.json` that the engines read; `config` is the trainer's. Raises UnsupportedModel: it has none."""
-    return config if spec.engine.model_path is None else read_config(spec.engine.model_path)
+    own = spec.engine.model_path if spec.uses_engines else None
+    return config if own is None else read_config(own)
 
 
 def engine_form(config: Config) -> Form:

@@ -105,6 +105,7 @@ def test_s3_what_cannot_work_is_one_clear_line(home, case):
         REWARD_MODEL,
         [*REWARD_MODEL, "model.path=scored"],
         ["algorithm={name: dpo}", "data.eval_path=held.jsonl"],
+        ["algorithm={name: dpo}", "engine.model_path=nowhere"],
     ],
 )
 def test_what_can_work_passes(home, overrides):

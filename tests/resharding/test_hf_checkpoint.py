@@ -1,6 +1,8 @@
 """Reading and writing Hugging Face directories: exact, atomic, and clear about what is wrong."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,17 @@ def test_c2_a_writer_that_fails_leaves_no_directory_and_the_old_one_as_it_was(so
         write_checkpoint(target, failing(), source, overwrite=True)
     assert_same(read(target), random_state(CONFIG))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_what_a_killed_writer_left_beside_it_goes_with_the_next_one(source, tmp_path):
+    """Injected: killed before the rename, another writer of this machine lives; each leaves as much as a model."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = [f".target.partial-{ended.pid}", f".target.partial-{os.getppid()}", f".target2.partial-{ended.pid}"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    write_checkpoint(tmp_path / "target", read(source).items(), source)
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted([*names[1:], "source", "target"])
 
 
 def test_an_existing_directory_is_replaced_only_on_demand(source, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slimerl.cli import app
+from slimerl.conductor.preflight.paths import path_faults
 from slimerl.conductor.run import RunDirectoryTaken, _claimed, _clear
 from slimerl.spec.load import dump_spec, spec_from_tree
 from slimerl.telemetry import RunLog, read_records
@@ -147,6 +148,26 @@ def test_fresh_does_not_remove_the_checkpoint_that_the_run_starts_from(tmp_path)
     with refused, _claimed(starts, fresh=True):
         pass
     assert (tmp_path / "checkpoints" / "step-2").is_dir()
+
+
+@pytest.mark.parametrize("lock", ["1234\n", None], ids=["a lock of another program", "a link"])
+def test_what_lies_in_a_directory_that_no_run_has_made_stays(tmp_path, lock):
+    """Injected: names that a run uses, beside a `lock` that is another program's."""
+    target = tmp_path / "somewhere"
+    target.write_text("theirs")
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / "best.pt").write_text("theirs")
+    if lock is None:
+        (run_dir / "lock").symlink_to(target)
+    else:
+        (run_dir / "lock").write_text(lock)
+    for fresh in (False, True):
+        with pytest.raises(RunDirectoryTaken, match="no run's"), _claimed(spec_in(run_dir), fresh=fresh):
+            pass
+    assert (run_dir / "checkpoints" / "best.pt").read_text() == target.read_text() == "theirs"
+    assert (run_dir / "lock").read_text() == (lock or "theirs")
+    assert path_faults(spec_in(run_dir))[-1].startswith(f"output_dir: {run_dir} holds files that are no run's")
 
 
 def test_a_lock_that_is_no_file_is_named(tmp_path):

@@ -51,6 +51,17 @@ def test_s1_an_unknown_key_is_named_with_the_nearest_right_one(minimal):
     assert "did you mean 'training.steps'" in message
 
 
+@pytest.mark.parametrize("value", ["[a]", "{a: 1}"])
+def test_s1_a_correction_of_another_type_is_refused_by_name(minimal, value):
+    assert "algorithm.correction" in refusal(minimal, f"algorithm.correction={value}")
+
+
+def test_a_path_begins_at_home_where_it_says_so(minimal, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load_spec(minimal, ["output_dir=~/runs"]).run_dir == Path("/home/someone/runs")
+    assert "output_dir" in refusal(minimal, "output_dir=~nobody-of-this-name/runs")
+
+
 def test_s1_a_key_of_another_section_is_found_by_its_last_part(minimal):
     assert "did you mean 'training.optimizer.lr'" in refusal(minimal, "training.lr=1")
 

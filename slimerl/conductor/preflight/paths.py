@@ -21,6 +21,8 @@ _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 _LONGEST_NAME = 255
 """Bytes of one part of a path, on every file system in use."""
 _SHOWN = 200
+LOCK = "lock"
+"""Empty file that marks a directory as a run's, locked while the run lasts."""
 
 
 def path_faults(spec: RunSpec) -> list[str]:
@@ -31,7 +33,17 @@ def path_faults(spec: RunSpec) -> list[str]:
     for key, path in outputs:
         if not any(fault.startswith(f"{key}: ") for fault in faults):
             faults += _output_faults(key, path)
+    if not faults and holds_other_files(spec.run_dir):
+        faults.append(f"output_dir: {spec.run_dir} holds files that are no run's; set it to a directory of its own")
     return faults
+
+
+def holds_other_files(run_dir: Path) -> bool:
+    """Is it a directory that no run has made? Nothing of what lies there may be taken for a run's, and removed."""
+    lock = run_dir / LOCK
+    if not run_dir.is_dir() or not any(run_dir.iterdir()):
+        return False
+    return lock.is_symlink() or not lock.is_file() or lock.stat().st_size > 0
 
 
 def _inputs(spec: RunSpec) -> Iterator[tuple[str, Path]]:
