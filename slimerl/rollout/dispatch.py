@@ -10,7 +10,7 @@ engine that was taken out of service.
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from typing import Any
 from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
 from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.engine.routed_experts import RoutedExpertsError, asked_from
-from slimerl.resilience.deadline import Deadline, DeadlineExceeded
+from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.rollout.engines import Engines
 from slimerl.rollout.lanes import Lanes, Waiter
 from slimerl.rollout.live import LiveTokens, Told
@@ -28,6 +28,7 @@ from slimerl.rollout.migration import Migration
 from slimerl.rollout.order import LengthOrder, Progress
 from slimerl.rollout.routed import with_routing
 from slimerl.rollout.router import Query, Reservation, Router
+from slimerl.rollout.suspects import Suspects
 from slimerl.rollout.tries import TryFailed, check_answer, check_versions
 from slimerl.samples.messages import EngineState
 
@@ -37,10 +38,6 @@ MAX_TRIES = 3
 """Engines that one request may fail on before it is given up."""
 RETRY_DELAYS_S = (0.1, 0.5)
 """Before the second and third try: an engine that has just restarted or shed load gets a moment."""
-SUSPECT_AFTER = 3
-"""Failures in a row after which an engine is asked whether it is healthy."""
-PROBE_S = 5.0
-PROBE_PAUSE_S = 0.2
 LOST = "engine_lost"
 """Reason of a try whose engine was taken out of service meanwhile."""
 GRANTED_AT_ONCE = 32
@@ -108,11 +105,7 @@ class Dispatcher:
     _resumed: asyncio.Event = field(default_factory=asyncio.Event)
     _sent: int = 0
     _lanes: Lanes = field(init=False)
-    _failures: Counter[str] = field(default_factory=Counter)
-    """Per engine, since it last answered well."""
-    _silent: set[str] = field(default_factory=set)
-    """Engines that were given time to answer again, and did not; they are given none until they have answered."""
-    _probes: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    _suspects: Suspects = field(init=False)
     _asking: dict[str, "set[asyncio.Task[Generation]]"] = field(default_factory=lambda: defaultdict(set))
     """Requests under way, by engine."""
     _granting: asyncio.Handle | None = None
@@ -123,6 +116,7 @@ class Dispatcher:
 
     def __post_init__(self) -> None:
         self._lanes = Lanes(self.order)
+        self._suspects = Suspects(self.router, self.engines, self.refresh)
         self._migration = Migration(self.router, self.engines, lambda: not (self._held or len(self._lanes)))
 
     def take_figures(self) -> dict[str, float]:
@@ -227,9 +221,7 @@ class Dispatcher:
     async def close(self) -> None:
         if self._granting is not None:
             self._granting.cancel()
-        for probe in self._probes.values():
-            probe.cancel()
-        await asyncio.gather(*self._probes.values(), self._migration.close(), return_exceptions=True)
+        await asyncio.gather(self._suspects.close(), self._migration.close(), return_exceptions=True)
 
     # --- slots
 
@@ -302,7 +294,7 @@ class Dispatcher:
             check_answer(generation, range(version, self.router.version + 1), request.params, may_end)
         except TryFailed as failure:
             if failure.suspect:
-                self._suspect(slot.engine_id)
+                self._suspects.failed(slot.engine_id)
             if failure.reason == "wrong_version":
                 logger.error("engine %s is quarantined: %s", slot.engine_id, failure)
                 self.router.quarantine(slot.engine_id, str(failure))
@@ -313,8 +305,7 @@ class Dispatcher:
             return ended
         finally:
             self._migration.ended(slot)
-        self._failures.pop(slot.engine_id, None)
-        self._silent.discard(slot.engine_id)
+        self._suspects.answered(slot.engine_id)
         if self._migration.waited(slot, asked, generation):
             raise _TakenBack
         return generation
@@ -371,7 +362,7 @@ class Dispatcher:
         except EngineTimeout as error:
             raise TryFailed("timeout", str(error), again=True, suspect=True) from error
         except EngineUnreachable as error:
-            await self._given_time(engine_id)
+            await self._suspects.given_time(engine_id)
             raise TryFailed("unreachable", str(error), again=True, suspect=True) from error
         except EngineRefused as error:
             # 4xx: the request itself is at fault, and another engine would say the same.
@@ -379,33 +370,3 @@ class Dispatcher:
             raise TryFailed("engine_error" if again else "refused", str(error), again, suspect=again) from error
         except (EngineError, RoutedExpertsError) as error:
             raise TryFailed("bad_answer", str(error), again=False, suspect=False) from error
-
-    async def _given_time(self, engine_id: str) -> None:
-        """The only engine: until it answers again or, cancelled by `interrupt`, whoever watches it says it ended."""
-        others = (one for one in self.router.engines() if one.engine_id != engine_id)
-        if engine_id in self._silent or any(one.state is EngineState.SERVING for one in others):
-            return
-        deadline = Deadline(f"engine {engine_id} to answer again", PROBE_S)
-        while deadline.remaining_s and not await self.engines[engine_id].healthy(timeout_s=deadline.remaining_s):
-            await asyncio.sleep(min(PROBE_PAUSE_S, deadline.remaining_s))
-        if not deadline.remaining_s:
-            self._silent.add(engine_id)
-
-    def _suspect(self, engine_id: str) -> None:
-        self._failures[engine_id] += 1
-        if self._failures[engine_id] >= SUSPECT_AFTER and engine_id not in self._probes:
-            task = asyncio.get_running_loop().create_task(self._probe(engine_id))
-            self._probes[engine_id] = task
-            task.add_done_callback(lambda _: self._probes.pop(engine_id, None))
-
-    async def _probe(self, engine_id: str) -> None:
-        info = self.router.engine(engine_id)
-        healthy = await self.engines[engine_id].healthy(timeout_s=PROBE_S)
-        failures = self._failures.pop(engine_id, 0)
-        joined_again = self.router.engine(engine_id).url != info.url
-        if healthy or joined_again or self.router.engine(engine_id).state is EngineState.DEAD:
-            return
-        reason = f"{failures} requests in a row failed, and it does not answer as healthy"
-        logger.error("engine %s is taken for dead: %s", engine_id, reason)
-        self.router.leave(engine_id, reason)
-        self.refresh()

@@ -131,7 +131,7 @@ def test_an_engine_that_fails_but_is_healthy_stays_in_service():
     async def scene(dispatcher: Dispatcher, engines: list[FakeEngine]) -> None:
         engines[0].faults.extend(["500"] * 4)
         await asyncio.gather(*(dispatcher.generate(request(number)) for number in range(8)))
-        while engines[0].calls["/health"] == 0 or dispatcher._probes:
+        while engines[0].calls["/health"] == 0 or dispatcher._suspects.probes:
             await asyncio.sleep(0.01)
         assert dispatcher.router.engine("engine-0").state is EngineState.SERVING
 
