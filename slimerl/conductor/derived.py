@@ -15,7 +15,7 @@ from slimerl.conductor.preflight.machine import available_memory_bytes
 from slimerl.conductor.preflight.scored import critic_config
 from slimerl.resharding.families import family_of
 from slimerl.spec import RunSpec
-from slimerl.spec.schema import EngineSpec
+from slimerl.spec.engine import EngineSpec
 from slimerl.training.capabilities import Capabilities, detect
 from slimerl.training.engine_layout import engine_config
 from slimerl.training.memory_estimate import GIB, SERVER_RUNTIME_BYTES

@@ -29,7 +29,7 @@ from slimerl.resilience.deadline import Deadline
 from slimerl.resilience.name_lookups import bounded_lookups
 from slimerl.resilience.processes import end_tree
 from slimerl.spec import RunSpec
-from slimerl.spec.schema import EngineSpec
+from slimerl.spec.engine import EngineSpec
 
 _POLL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0

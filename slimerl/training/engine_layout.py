@@ -12,7 +12,7 @@ from slimerl.resharding.families import BlockScales, Form
 from slimerl.resharding.layouts import EngineLayout
 from slimerl.resharding.planner import Topology
 from slimerl.spec import RunSpec
-from slimerl.spec.schema import EngineSpec
+from slimerl.spec.engine import EngineSpec
 from slimerl.training.model_config import model_arguments, read_config
 
 Config = Mapping[str, Any]
