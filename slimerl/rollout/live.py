@@ -56,8 +56,9 @@ class LiveTokens:
         return replace(kept, finish_reason="length") if len(kept.tokens) == params.max_new_tokens else None
 
     def rest(self, request: "GenerateRequest") -> "GenerateRequest":
-        """What is left of a request whose last try failed."""
+        """What is left of a request whose last try failed, be it before `begin`."""
         tokens = [token for new in self._told[self._of_tries :] for token in new.tokens]
+        self._of_tries = len(self._told)
         left = request.params.max_new_tokens - len(tokens)
         return replace(request, tokens=(*request.tokens, *tokens), params=replace(request.params, max_new_tokens=left))
 

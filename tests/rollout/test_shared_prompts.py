@@ -1,7 +1,8 @@
 """Siblings that reach an engine together: their prompt is computed once, and nobody is lost or held up by it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from fake_engine import FakeEngine, hashed_tokens
@@ -133,5 +134,42 @@ def test_siblings_of_an_engine_that_is_lost_meanwhile_go_to_another() -> None:
         await came_out_right(tasks)
         assert asked_for(engines[0]) == [0]
         engines[0].open.set()
+
+    play(scene)
+
+
+def test_what_was_told_is_not_repeated_where_the_prompt_of_the_rest_fails() -> None:
+    """Fault: two siblings with the same tokens lose their engine in the middle, and whoever then has their prompt
+    computed elsewhere fails at that."""
+
+    prompt = PROMPT * 2
+
+    def going_on(tokens: Sequence[int], seed: int) -> list[int]:
+        return [3 + at for at in range(len(tokens) - len(prompt), 12)]
+
+    async def scene(dispatcher: Dispatcher, engines: list[FakeEngine]) -> None:
+        for fake in engines:
+            fake.answer = going_on
+        engines[0].streams_stop_at, engines[0].stream_fault = 4, "drop"
+        engines[1].faults.append("500")
+        dispatcher.router.leave("engine-1", "it comes later")
+        told: list[list[int]] = [[], []]
+        tasks = [
+            asyncio.ensure_future(
+                dispatcher.generate(
+                    replace(sibling(number, prompt), told=lambda new, to=told[number]: to.extend(new.tokens))
+                )
+            )
+            for number in range(2)
+        ]
+        while not all(len(one) == 4 for one in told):
+            await asyncio.sleep(0.001)
+        engines[0].streams_stop_at = None
+        dispatcher.router.join(engines[1].info)
+        dispatcher.router.release(0, ["engine-0", "engine-1"], {})
+        for task, of_task in zip(tasks, told, strict=True):
+            assert (await task).generation.tokens == of_task == going_on(prompt, 0)
+        of_rest = [len(one["input_ids"]) for fake in engines for one in fake.requests if not asked_for_any(one)]
+        assert of_rest == [len(prompt), len(prompt) + 4]
 
     play(scene)
