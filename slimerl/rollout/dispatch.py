@@ -294,11 +294,9 @@ class Dispatcher:
     async def _share_prompt(self, slot: Reservation, request: GenerateRequest) -> None:
         """Siblings that go to an engine together wait until one of them has had their prompt computed there."""
         version = self.router.version
-        if not await self._prompts.computed(slot, lambda: self._compute_prompt(slot.engine_id, request)):
-            return
-        if self._held or self.router.version != version:
+        await self._prompts.computed(slot, lambda: self._compute_prompt(slot.engine_id, request))
+        if self.router.version != version:
             raise _NotSent
-        self._check_in_service(slot.engine_id, "was taken out of service meanwhile")
 
     async def _compute_prompt(self, engine_id: str, request: GenerateRequest) -> None:
         alone = replace(request, params=SamplingParams(max_new_tokens=0, temperature=0.0), routing_from=None)
@@ -384,6 +382,9 @@ class Dispatcher:
             self._asking[engine_id].discard(task)
 
     async def _ask(self, engine_id: str, request: GenerateRequest, name: str, live: LiveTokens | None) -> Generation:
+        if self._held:
+            raise _NotSent
+        self._check_in_service(engine_id, "was taken out of service meanwhile")
         # SGLang finds cached prefixes under the same key alone: never what older weights computed
         extra: dict[str, Any] = {"extra_key": f"version {self.router.version}"}
         if request.routing_from is not None:

@@ -55,29 +55,24 @@ class SharedPrompts:
             if not company.requests:
                 del self._companies[company.key]
 
-    async def computed(self, slot: Reservation, compute: Callable[[], Awaitable[object]]) -> bool:
+    async def computed(self, slot: Reservation, compute: Callable[[], Awaitable[object]]) -> None:
         """Return when the request may be sent.
 
         Args:
             compute: asks the engine for the prompt alone; called by the first of them, and what it raises goes there.
-
-        Returns:
-            Was there anything to wait for?
         """
         company = self._joined.get(slot.number)
         if company is None:
-            return False
+            return
         if company.computed is None:
             await asyncio.sleep(0)  # siblings that begin in the same moment join, too
         if company.computed is not None:
-            waits = not company.computed.done()
             await asyncio.shield(company.computed)
-            return waits
+            return
         if (company.requests - 1) * len(company.tokens) < MIN_SAVED_TOKENS:
-            return False
+            return
         company.computed = asyncio.get_running_loop().create_future()
         try:
             await compute()
         finally:
             company.computed.set_result(None)
-        return True
