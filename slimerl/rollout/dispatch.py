@@ -150,14 +150,13 @@ class Dispatcher:
         while True:
             query = Query(session, request.group, request.tokens, expected, avoid)
             slot = await self._acquire(query, request, urgent)
-            generated = 0
+            generation: Generation | None = None
             try:
                 if not sent:
                     started()
                     sent = True
                 await self._share_prompt(slot, request)
                 generation = await self._try(slot, request, live)
-                generated = len(generation.tokens)
                 whole = live.whole(generation) if live is not None else generation
                 return Completion(whole, slot.engine_id, failures + lost + 1)
             except _NotSent:
@@ -175,7 +174,7 @@ class Dispatcher:
                 if not by_request:
                     continue
             finally:
-                self._release(slot, generated)
+                self._release(slot, generation)
             avoid |= {slot.engine_id}
             if failures:
                 await asyncio.sleep(RETRY_DELAYS_S[failures - 1])
@@ -279,9 +278,9 @@ class Dispatcher:
         self._figures.taken(engine_id)
         return True
 
-    def _release(self, slot: Reservation, generated: int = 0) -> None:
-        self.router.end(slot, generated)
-        self._prompts.leave(slot)
+    def _release(self, slot: Reservation, answer: Generation | None = None) -> None:
+        self.router.end(slot, len(answer.tokens) if answer is not None else 0)
+        self._prompts.leave(slot, answer)
         self.in_flight -= 1
         self._figures.given_back(slot.engine_id, self.router.serving())
         if not self.in_flight:

@@ -3,19 +3,24 @@
 Flows in: requests as they get and give back their slots. Flows out: when each may be sent.
 An engine finds in its cache what an earlier batch computed, not what stands beside in the same one: of eight siblings
 that arrive together each would have the prompt computed. So one of them has it computed alone, by a request for no
-token, and the others wait for that.
+token, and the others wait for that. What they then find cached is told in their answers: of the prompt, or little of it
+where an engine has several caches (`engine.data_parallel_attention`) or none.
 Invariants: nobody waits for longer than that one request takes, whatever becomes of it or of who sent it; requests that
-have little to save are sent at once.
+have little to save, as far as that is known of their engine and its present weights, are sent at once.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from slimerl.engine.protocol import Generation
 from slimerl.rollout.router import Query, Reservation
 
 MIN_SAVED_TOKENS = 128
 """One more request costs an engine about as much as the prompts of some hundred tokens."""
+
+LATEST = 0.25
+"""Weight of one more answer in what an engine is believed to have of a prompt: a group of eight convinces."""
 
 _Key = tuple[str, int, str, int]
 
@@ -27,8 +32,10 @@ class _Company:
     key: _Key
     tokens: tuple[int, ...]
     requests: int = 0
-    computed: "asyncio.Future[None] | None" = None
-    """Done when the prompt is in the cache, or the request for it has failed."""
+    computed: "asyncio.Future[bool] | None" = None
+    """Done when the prompt was computed (True), or the request for it has failed."""
+    behind: set[int] = field(default_factory=set)
+    """Numbers of the slots whose requests are sent behind a prompt that was computed."""
 
 
 class SharedPrompts:
@@ -36,6 +43,8 @@ class SharedPrompts:
         self._companies: dict[_Key, _Company] = {}
         self._joined: dict[int, _Company] = {}
         """By the number of the slot."""
+        self._cached: dict[str, tuple[int, float]] = {}
+        """By engine: the version, and the part of a prompt that is found cached once it was computed."""
 
     def join(self, slot: Reservation, version: int, query: Query) -> None:
         """A request has a slot of an engine that serves `version`."""
@@ -47,13 +56,18 @@ class SharedPrompts:
             company.requests += 1
             self._joined[slot.number] = company
 
-    def leave(self, slot: Reservation) -> None:
-        """It gives the slot back."""
+    def leave(self, slot: Reservation, answer: Generation | None = None) -> None:
+        """It gives the slot back, with what it was answered if it was."""
         company = self._joined.pop(slot.number, None)
-        if company is not None:
-            company.requests -= 1
-            if not company.requests:
-                del self._companies[company.key]
+        if company is None:
+            return
+        # what is scored is computed, whatever is cached: a request for no token says nothing
+        cached = answer.meta.get("cached_tokens") if answer is not None and answer.tokens else None
+        if slot.number in company.behind and isinstance(cached, int):
+            self._learn(company, min(1.0, cached / len(company.tokens)))
+        company.requests -= 1
+        if not company.requests:
+            del self._companies[company.key]
 
     async def computed(self, slot: Reservation, compute: Callable[[], Awaitable[object]]) -> None:
         """Return when the request may be sent.
@@ -67,12 +81,31 @@ class SharedPrompts:
         if company.computed is None:
             await asyncio.sleep(0)  # siblings that begin in the same moment join, too
         if company.computed is not None:
-            await asyncio.shield(company.computed)
+            if await asyncio.shield(company.computed):
+                company.behind.add(slot.number)
             return
-        if (company.requests - 1) * len(company.tokens) < MIN_SAVED_TOKENS:
+        # that many prompts need not be computed, for one more that is
+        saved = company.requests * self._part_cached(company) - 1
+        if saved * len(company.tokens) < MIN_SAVED_TOKENS:
             return
         company.computed = asyncio.get_running_loop().create_future()
+        succeeded = False
         try:
             await compute()
+            succeeded = True
+            company.behind.add(slot.number)
         finally:
-            company.computed.set_result(None)
+            company.computed.set_result(succeeded)
+
+    def _learn(self, company: _Company, part: float) -> None:
+        """An answer tells how much of the prompt was cached. One of older weights than were heard of is late."""
+        engine_id, version, *_ = company.key
+        if engine_id not in self._cached or self._cached[engine_id][0] <= version:
+            before = self._part_cached(company)
+            self._cached[engine_id] = version, before + LATEST * (part - before)
+
+    def _part_cached(self, company: _Company) -> float:
+        """Of a prompt that was computed before, what its engine has of it: all, until it is known better."""
+        engine_id, version, *_ = company.key
+        known_of, part = self._cached.get(engine_id, (version, 1.0))
+        return part if known_of == version else 1.0

@@ -73,6 +73,8 @@ class FakeEngine:
         """Told the path of every call, and of which memory."""
         self.extra_meta: dict[str, Any] = {}
         """Told with every answer."""
+        self.cached: deque[int] = deque()
+        """Tokens of the prompt that were cached, told by one answer with tokens each."""
         self.streams_stop_at: int | None = None
         """Streams wait when they have so many tokens, until `let_go` or a pause that aborts ..."""
         self.stream_fault = ""
@@ -226,6 +228,8 @@ class FakeEngine:
             "weight_versions": spans,
             **self.extra_meta,
         }
+        if tokens and self.cached:
+            meta["cached_tokens"] = self.cached.popleft()
         if body.get("return_routed_experts"):
             meta["routed_experts"] = self._routed(body["routed_experts_start_len"], len(body["input_ids"] + tokens))
         return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta})

@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from fake_engine import FakeEngine, hashed_tokens
 from test_dispatch import play
 
-from slimerl.engine.protocol import SamplingParams
+from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.rollout.dispatch import Completion, Dispatcher, GenerateRequest
-from slimerl.rollout.shared_prompts import MIN_SAVED_TOKENS
+from slimerl.rollout.router import Query, Reservation
+from slimerl.rollout.shared_prompts import MIN_SAVED_TOKENS, SharedPrompts
 
 PROMPT = tuple(range(3, 3 + MIN_SAVED_TOKENS // 2))
 SIBLINGS = 8
@@ -80,6 +82,65 @@ def test_those_that_have_little_to_share_are_sent_at_once(request_of: Callable[[
         assert asked_for(engines[0]) == [20] * SIBLINGS
 
     play(scene, engines=1)
+
+
+@pytest.mark.parametrize(("caches", "shares"), [(1, True), (2, True), (SIBLINGS, False), (0, False)])
+def test_prompts_are_computed_beforehand_only_where_siblings_find_them(caches: int, shares: bool) -> None:
+    """An engine with data parallel attention has a cache for each group of its GPUs; another one may have none."""
+
+    async def scene(dispatcher: Dispatcher, engines: list[FakeEngine]) -> None:
+        engine = engines[0]
+
+        async def of_groups(names: list[str]) -> int:
+            before = len(engine.requests)
+            for name in names:
+                for number in range(SIBLINGS):
+                    hits = caches and not number % caches
+                    engine.cached.append(len(PROMPT) - 1 if hits else 0)
+                await came_out_right(all_of_them(dispatcher, lambda number, name=name: sibling(number, group=name)))
+            return sum(not asked_for_any(one) for one in engine.requests[before:])
+
+        assert await of_groups(["a", "b", "c"]) == (3 if shares else 1)
+        assert await of_groups(["d"]) == shares
+        dispatcher.hold()
+        dispatcher.router.release(1, [engine.engine_id], {})
+        engine.version = "1"
+        dispatcher.resume()
+        assert await of_groups(["e"]) == 1, "with new weights it is tried again"
+
+    play(scene, engines=1)
+
+
+def test_a_late_answer_by_older_weights_does_not_hide_what_is_known_of_the_present_ones() -> None:
+    async def scene() -> None:
+        prompts, numbers, computed = SharedPrompts(), count(), []
+
+        async def compute() -> None:
+            computed.append(1)
+
+        async def of_group(version: int, cached: int) -> Callable[[], None]:
+            slots = [Reservation(next(numbers), "engine-0", "") for _ in range(SIBLINGS)]
+            for slot in slots:
+                prompts.join(slot, version, Query("", "g", PROMPT))
+            await asyncio.gather(*(prompts.computed(slot, compute) for slot in slots))
+            answer = Generation([3], [-0.5], [version], "stop", {"cached_tokens": cached}, {})
+
+            def answered() -> None:
+                for slot in slots:
+                    prompts.leave(slot, answer)
+
+            return answered
+
+        late = await of_group(0, len(PROMPT))
+        (await of_group(1, 0))()
+        late()
+        assert len(computed) == 2
+        (await of_group(1, 0))()
+        assert len(computed) == 2, "siblings find nothing cached there"
+        (await of_group(2, 0))()
+        assert len(computed) == 3
+
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize("fault", ["500", "drop", "hang"])

@@ -237,7 +237,7 @@ async def play(router: Router, actions: list[tuple[Any, ...]]) -> None:
 
 
 @pytest.mark.parametrize("router", [lambda: LeastLoaded(4), lambda: KvRouter(4)], ids=["least loaded", "kv"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(actions=st.lists(ACTIONS, max_size=40))
 def test_whatever_happens_everyone_gets_an_answer_and_nothing_is_left(
     router: Any, actions: list[tuple[Any, ...]]
