@@ -1,13 +1,25 @@
 """Decode attention of a whole batch against each request on its own."""
 
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimerl.engine.inside.batched_decode import MAX_GATHERED, attend, padded_requests
+from slimerl.engine.inside.batched_decode import MAX_GATHERED, _decode_in_batches, attend, padded_requests
 
 SLOTS, CONTEXT = 600, 256
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Batch:
@@ -84,3 +96,50 @@ def test_a_large_batch_of_long_requests_is_copied_in_parts() -> None:
     groups = padded_requests(batch.req_to_token, batch.pool_indices, batch.lengths, torch.float32)
     assert [len(group.slots) for group in groups] == [MAX_GATHERED, MAX_GATHERED, 256]
     torch.testing.assert_close(batch.attended().double(), batch.one_by_one(), atol=1e-5, rtol=1e-5)
+
+
+class StockBackend:
+    """As SGLang's, but that it notes what it is asked to decode by itself."""
+
+    def __init__(self) -> None:
+        self.decoded: list[dict[str, Any]] = []
+
+    def init_forward_metadata(self, forward_batch: object) -> None:
+        pass
+
+    def _run_sdpa_forward_decode(self, *tensors: object, **options: Any) -> str:
+        self.decoded.append(options)
+        return "stock"
+
+
+@pytest.fixture
+def backend() -> Any:
+    module = ModuleType("torch_native_backend")
+    hooked = type("TorchNativeAttnBackend", (StockBackend,), {})
+    module.TorchNativeAttnBackend = hooked  # type: ignore[attr-defined]
+    _decode_in_batches(module)
+    return hooked()
+
+
+def decoded(backend: Any, batch: Batch, **options: Any) -> Any:
+    out = torch.empty(*batch.query.shape[:2], batch.values.shape[-1])
+    places = batch.req_to_token, batch.pool_indices, batch.lengths
+    return backend._run_sdpa_forward_decode(batch.query, out, batch.keys, batch.values, *places, **options)
+
+
+def test_each_batch_is_decoded_by_its_own_lengths_whenever_it_was_planned(backend: Any) -> None:
+    """Fault: the plan of a later batch, or none, is there when a batch is decoded."""
+    batches = [Batch(lengths, 4, 2, 16, 16, torch.float32) for lengths in ([5, 40, 70], [64, 3, 33])]
+    for planned in (0, 1, 2):
+        for _ in range(planned):
+            backend.init_forward_metadata(None)
+        for batch in [*batches, *batches]:
+            assert torch.equal(decoded(backend, batch), batch.attended())
+
+
+@pytest.mark.parametrize("options", [{"sliding_window_size": 16}, {"encoder_lens": torch.tensor([2, 3])}])
+def test_what_is_not_attended_as_a_whole_is_left_to_sglang(backend: Any, options: dict[str, Any]) -> None:
+    batch = Batch([5, 40], 4, 2, 16, 16, torch.float32)
+    assert decoded(backend, batch, **options, is_cross_attn=True) == "stock"
+    assert backend.decoded[0]["is_cross_attn"]
+    assert backend.decoded[0]["sliding_window_size"] == options.get("sliding_window_size")

@@ -3,7 +3,8 @@
 SGLang's `torch_native` backend calls the attention kernel once per request and layer; with 32 requests of a small
 model nearly half of a decode step goes there. Here the requests of a batch are padded to few widths and attended
 together. The width of a request is a function of its own length, and the kernel computes each row alone.
-Invariant: what a request gets does not depend on what else is in the batch, to the last bit.
+Invariant: what a request gets does not depend on what else is in the batch, to the last bit on one thread. Several
+(`engine.threads`) divide the rows of a batch among them, and where the part of one begins shows in the last bit.
 """
 
 from types import ModuleType
@@ -81,9 +82,10 @@ def install_batched_decode() -> None:
 def _decode_in_batches(module: ModuleType) -> None:
     backend = module.TorchNativeAttnBackend
     stock_metadata, stock_decode = backend.init_forward_metadata, backend._run_sdpa_forward_decode
+    backend.padded = None
 
     def init_forward_metadata(self: Any, forward_batch: Any) -> None:
-        self.padded_requests = None  # the first layer makes it, the others take the same
+        self.padded = None  # the first layer makes it, the others take the same
         stock_metadata(self, forward_batch)
 
     def decode(
@@ -103,9 +105,10 @@ def _decode_in_batches(module: ModuleType) -> None:
         if encoder_lens is not None or sliding_window_size is not None:
             caches = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, scaling)
             return stock_decode(self, query, output, *caches, sliding_window_size=sliding_window_size, **options)
-        if self.padded_requests is None:
-            self.padded_requests = padded_requests(req_to_token, req_pool_indices, seq_lens, query.dtype)
-        for group in self.padded_requests:
+        # the metadata may have been made for several batches before the first of them is decoded
+        if self.padded is None or self.padded[0] is not seq_lens:
+            self.padded = seq_lens, padded_requests(req_to_token, req_pool_indices, seq_lens, query.dtype)
+        for group in self.padded[1]:
             output.index_copy_(0, group.rows, attend(query, k_cache, v_cache, group, scaling))
         return output
 
