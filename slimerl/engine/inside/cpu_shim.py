@@ -16,6 +16,7 @@ from typing import Any
 
 from slimerl.engine.inside.batched_decode import install_batched_decode
 from slimerl.engine.inside.import_hooks import after_import
+from slimerl.engine.inside.invariant_linear import install_invariant_linear
 from slimerl.engine.inside.keyed_sampler import install_keyed_sampler
 
 _KERNEL_PACKAGES = ("triton", "sgl_kernel", "cutlass", "quack")
@@ -139,4 +140,5 @@ def install() -> None:
     after_import("sglang.srt.models.deepseek_common.attention_backend_handler", _dispatch_latent_attention)
     after_import("sglang.srt.entrypoints.engine", _fork_workers)
     install_batched_decode()
+    install_invariant_linear()
     install_keyed_sampler()
