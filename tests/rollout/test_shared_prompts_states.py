@@ -2,7 +2,8 @@
 
 import asyncio
 import selectors
-from collections.abc import Coroutine, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,8 @@ from slimerl.samples.messages import EngineInfo, EngineState
 PROMPTS = [tuple(range(3 + number, 3 + number + MIN_SAVED_TOKENS)) for number in range(2)]
 REQUEST_S = 100.0
 NAMES = ["engine-0", "engine-1"]
+LENGTH = 4
+"""Of an answer; its tokens are their places."""
 
 
 class _Instant(selectors.DefaultSelector):  # type: ignore[valid-type,misc]
@@ -46,9 +49,7 @@ def instantly(scene: Coroutine[Any, Any, None]) -> None:
 @dataclass
 class Asked:
     name: str
-    tokens: tuple[int, ...]
     params: SamplingParams
-    key: str
     answer: "asyncio.Future[str]"
 
 
@@ -69,13 +70,24 @@ class ScriptedEngine:
         request_id: str | None,
         timeout_s: float | None,
         extra: Mapping[str, Any] | None,
+        told: Callable[[Generation], None] | None = None,
     ) -> Generation:
         self.fleet.sent(self)
-        one = Asked(request_id or "", tuple(input_ids), params, (extra or {})["extra_key"], asyncio.Future())
+        one = Asked(request_id or "", params, asyncio.Future())
         self.asked.append(one)
+        whole, versions = list(range(len(input_ids), len(input_ids) + params.max_new_tokens)), []
+
+        def make(count: int) -> None:
+            new = whole[len(versions) :][:count]
+            versions.extend([self.version] * len(new))
+            if told is not None and new:
+                told(Generation(new, [-0.5] * len(new), [self.version] * len(new), "", {}, {}))
+
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await one.answer
+                while (answer := await one.answer) == "one token":
+                    one.answer = asyncio.Future()
+                    make(1)
         except TimeoutError:
             raise EngineTimeout(self.engine_id, "/generate", "no answer") from None
         except asyncio.CancelledError:
@@ -85,10 +97,11 @@ class ScriptedEngine:
             self.asked.remove(one)
         if answer in FAULTS:
             raise FAULTS[answer](self.engine_id)
-        if answer == "abort":
-            return Generation([], [], [], "abort", {}, {})
-        tokens = [params.seed or 0] * min(2, params.max_new_tokens)
-        return Generation(tokens, [-0.5] * len(tokens), [self.version] * len(tokens), "length", {}, {})
+        if answer == "well":
+            make(LENGTH)
+        made = whole[: len(versions)]
+        reason = "length" if len(made) == params.max_new_tokens else "abort"
+        return Generation(made, [-0.5] * len(made), versions, reason, {}, {})
 
     async def abort(self, request_id: str | None, *, timeout_s: float | None) -> None:
         for one in self.asked:
@@ -124,6 +137,7 @@ class Fleet:
         self.router = router
         self.dispatcher = Dispatcher(router, self.engines, REQUEST_S)
         self.tasks: dict[str, asyncio.Task[Completion]] = {}
+        self.told: dict[str, list[int]] = defaultdict(list)
         self.numbers = 0
         for name in NAMES:
             router.join(EngineInfo(name, "http://x", "key", 1))
@@ -134,11 +148,14 @@ class Fleet:
         state = self.router.engine(engine.engine_id).state
         assert state is EngineState.SERVING, f"something was sent to an engine that is {state}"
 
-    def ask(self, count: int, prompt: int, urgent: bool) -> None:
+    def ask(self, count: int, prompt: int, urgent: bool, reads_along: bool) -> None:
         for _ in range(count):
             number = self.numbers = self.numbers + 1
-            params = SamplingParams(2, seed=number)
-            request = GenerateRequest(f"r{number}", f"g{prompt}", PROMPTS[prompt], params)
+            told = self.told[f"r{number}"]
+            request = GenerateRequest(
+                *(f"r{number}", f"g{prompt}", PROMPTS[prompt], SamplingParams(LENGTH)),
+                told=(lambda new, to=told: to.extend(new.tokens)) if reads_along else None,
+            )
             self.tasks[request.request_id] = asyncio.ensure_future(self.dispatcher.generate(request, urgent=urgent))
 
     def asked(self) -> list[Asked]:
@@ -170,13 +187,16 @@ class Fleet:
 
 
 ACTIONS = st.one_of(
-    st.tuples(st.just("ask"), st.integers(1, 6), st.integers(0, 1), st.booleans()),
+    st.tuples(st.just("ask"), st.integers(1, 6), st.integers(0, 1), st.booleans(), st.booleans()),
     st.tuples(st.just("turns"), st.integers(1, 6)),
-    st.tuples(st.just("answer"), st.integers(0, 20), st.sampled_from(["well"] * 4 + ["abort", *FAULTS])),
+    st.tuples(
+        st.just("answer"), st.integers(0, 20), st.sampled_from(["well"] * 3 + ["one token"] * 3 + ["abort", *FAULTS])
+    ),
     st.tuples(st.just("cancel"), st.integers(0, 20)),
     st.tuples(st.just("hold")),
     st.tuples(st.just("resume")),
     st.tuples(st.just("update"), st.sampled_from([NAMES, NAMES[:1], NAMES[1:]])),
+    st.tuples(st.just("ahead"), st.sampled_from(NAMES)),
     st.tuples(st.just("lose"), st.sampled_from(NAMES)),
     st.tuples(st.just("back")),
     st.tuples(st.just("time"), st.floats(0, 1.5 * REQUEST_S)),
@@ -185,14 +205,15 @@ ACTIONS = st.one_of(
 
 async def act(fleet: Fleet, action: tuple[Any, ...]) -> None:
     match action:
-        case "ask", count, prompt, urgent:
-            fleet.ask(count, prompt, urgent)
+        case "ask", *how:
+            fleet.ask(*how)
         case "turns", count:
             for _ in range(count):
                 await asyncio.sleep(0)
         case "answer", number, answer:
-            if asked := fleet.asked():
-                asked[number % len(asked)].answer.set_result(answer)
+            asked = fleet.asked()
+            for one in asked if number is None else asked[number % max(1, len(asked)) :][:1]:
+                one.answer.set_result(answer)
         case "cancel", number:
             if running := [task for task in fleet.tasks.values() if not task.done()]:
                 running[number % len(running)].cancel()
@@ -203,6 +224,9 @@ async def act(fleet: Fleet, action: tuple[Any, ...]) -> None:
         case "update", whole:
             fleet.dispatcher.hold()
             fleet.update([name for name in whole if fleet.router.engine(name).state is not EngineState.DEAD])
+        case "ahead", name if fleet.dispatcher.held:
+            # it goes on with new weights before that is known
+            fleet.engines[name].version = fleet.router.version + 1
         case "lose", name:
             fleet.lose(name)
         case ["back"]:
@@ -220,12 +244,17 @@ async def play(router: Router, actions: list[tuple[Any, ...]]) -> None:
         for one in fleet.asked():
             one.answer.set_result("well")
         await asyncio.sleep(0.01)
-    for number, task in enumerate(fleet.tasks.values(), 1):
+    whole = list(range(len(PROMPTS[0]), len(PROMPTS[0]) + LENGTH))
+    for name, task in fleet.tasks.items():
+        told = fleet.told[name]
+        assert told == whole[: len(told)]
         if task.cancelled():
             continue
         if (error := task.exception()) is None:
             generation = task.result().generation
-            assert generation.tokens == ([] if generation.finish_reason == "abort" else [number] * 2)
+            assert generation.tokens == whole[: len(generation.tokens)]
+            assert generation.finish_reason == "abort" or generation.tokens == whole
+            assert told in ([], generation.tokens)
         elif not isinstance(error, GenerationFailed):
             raise error
     dispatcher = fleet.dispatcher
