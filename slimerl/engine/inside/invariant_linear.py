@@ -3,8 +3,8 @@
 MKL, by which torch multiplies float32 matrices, sums in another order for one, two and three rows; oneDNN, also part of
 torch, for one. What a request gets would then depend on how many others run at that moment, in the last bit, and with
 that now and then the token that is drawn. bfloat16 goes to oneDNN by itself, and is invariant already.
-Invariant: on one thread, which is what engines on the CPU have, a row of the result is a function of that row and the
-weights, to the last bit; several threads divide small products in ways that depend on the rows.
+Invariant: on one thread (`engine.threads`) a row of the result is a function of that row and the weights, to the last
+bit; several threads divide small products in ways that depend on the rows.
 """
 
 from types import ModuleType
