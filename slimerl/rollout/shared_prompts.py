@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from slimerl.rollout.router import Query, Reservation
+from slimerl.samples.written_ids import Tokens
 
 MIN_SAVED_TOKENS = 128
 """One more request costs an engine about as much as the prompts of some hundred tokens."""
@@ -25,7 +26,7 @@ class _Company:
     """Requests of one prompt that hold slots of one engine."""
 
     key: _Key
-    tokens: tuple[int, ...]
+    tokens: Tokens
     requests: int = 0
     computed: "asyncio.Future[None] | None" = None
     """Done when the prompt is in the cache, or the request for it has failed."""
