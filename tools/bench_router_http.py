@@ -244,10 +244,8 @@ def spread_ids(key: str, count: int) -> list[int]:
 
 async def measure(trace: Trace, concurrency: int, urls: list[str], target: Target, as_text: bool) -> Outcome:
     """One run of a trace, from empty caches."""
-    timeout = aiohttp.ClientTimeout(total=REQUEST_S)
-    connector = aiohttp.TCPConnector(limit=0)
-    pid = target.pid
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    timeout, pid = aiohttp.ClientTimeout(total=REQUEST_S), target.pid
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         await _until_healthy(session, target.url or urls[0])
         await (await session.post(f"{urls[0]}/mock/reset")).read()
         chosen_in = [0.0]

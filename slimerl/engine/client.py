@@ -25,15 +25,25 @@ from slimerl.engine.protocol import (
     SamplingParams,
     UpdateDialect,
     generate_body,
+    read_answer,
     read_generation,
     read_version,
 )
 from slimerl.engine.streams import StreamedAnswer, StreamRefused
+from slimerl.resilience.time_limit import TimeLimits
 
 _KEEP_ALIVE_S = 2.0
 """Below the server's 5 s: it must never close a connection that a request is just being written to."""
 
 _ABORT_TIMEOUT_S = 5.0
+
+
+def _parsed(content: bytes) -> Any:
+    """JSON where it is JSON; SGLang answers some control calls with plain text or nothing."""
+    try:
+        return msgspec.json.decode(content) if content else None
+    except msgspec.DecodeError:
+        return content.decode(errors="replace")
 
 
 class EngineError(RuntimeError):
@@ -69,6 +79,7 @@ class EngineClient:
         self.engine_id = engine_id
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
+        self._limits = TimeLimits()
         headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
         self._connections = Connections(self.url, headers, _KEEP_ALIVE_S)
         self._dialect: UpdateDialect | None = None
@@ -113,12 +124,10 @@ class EngineClient:
         if told is not None:
             return await self._stream({**body, "stream": True}, told, timeout_s)
         try:
-            answer = await self._post(Endpoint.GENERATE, body, timeout_s)
+            return await self._call("POST", Endpoint.GENERATE, body, timeout_s, read=read_answer)
         except (EngineTimeout, asyncio.CancelledError):
             await self._abort_abandoned(request_id)
             raise
-        try:
-            return read_generation(answer)
         except ProtocolError as error:
             raise EngineError(self.engine_id, Endpoint.GENERATE, str(error)) from error
 
@@ -274,12 +283,19 @@ class EngineClient:
         return await self._call("GET", endpoint, None, timeout_s)
 
     async def _call(
-        self, method: str, endpoint: Endpoint, body: dict | None, timeout_s: float | None, take: Take | None = None
+        self,
+        method: str,
+        endpoint: Endpoint,
+        body: dict | None,
+        timeout_s: float | None,
+        take: Take | None = None,
+        read: Callable[[bytes], Any] = _parsed,
     ) -> Any:
+        """`read`: of an answer's body; what it raises is raised."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         data = None if body is None else msgspec.json.encode(body)
         try:
-            async with asyncio.timeout(limit_s):
+            with self._limits.within(limit_s):
                 status, content = await self._connections.request(method, endpoint, data, take)
         except TimeoutError:
             raise EngineTimeout(
@@ -293,15 +309,7 @@ class EngineClient:
             ) from error
         if status >= 400:
             raise EngineRefused(self.engine_id, endpoint, status, _reason(content))
-        return _parsed(content)
-
-
-def _parsed(content: bytes) -> Any:
-    """JSON where it is JSON; SGLang answers some control calls with plain text or nothing."""
-    try:
-        return msgspec.json.decode(content) if content else None
-    except msgspec.DecodeError:
-        return content.decode(errors="replace")
+        return read(content)
 
 
 def _reason(content: bytes) -> str:

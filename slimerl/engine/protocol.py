@@ -10,13 +10,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 from slimerl.engine.routed_experts import RoutedExperts
+from slimerl.samples.written_ids import WrittenIds
 
 UNVERIFIED_VERSION = -1
 """Weight version of a server that has started but not yet been given verified weights."""
 
 LOADER = "slimerl.engine.inside.loader.receive"
 """The custom weight loader through which all weight traffic goes; also SGLang's `load_format` for it."""
+
+
+_Pair = tuple[float, int, str | None]
+"""Log-probability, token, and its text where that was asked for."""
 
 
 class Endpoint(StrEnum):
@@ -98,8 +105,7 @@ class SamplingParams:
         return {**params, **self.extra}
 
 
-@dataclass(frozen=True)
-class Generation:
+class Generation(msgspec.Struct, frozen=True):
     """What came of one request. `tokens`, `logprobs` and `versions` have one entry per generated token."""
 
     tokens: list[int]
@@ -110,7 +116,7 @@ class Generation:
     finish_reason: str
     """"stop", "length" or "abort"."""
     meta: dict[str, Any]
-    """The server's whole `meta_info`, unknown fields included."""
+    """The server's whole `meta_info`, unknown fields included; log-probabilities perhaps as `msgspec.Raw`."""
     answer: dict[str, Any]
     """The rest of the server's answer."""
     routing: RoutedExperts | None = None
@@ -123,9 +129,9 @@ class Generation:
 
 
 def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: str, extra: Mapping[str, Any]) -> dict:
-    body = {
+    body: dict[str, Any] = {
         "rid": request_id,
-        "input_ids": list(input_ids),
+        "input_ids": input_ids.json() if isinstance(input_ids, WrittenIds) else list(input_ids),
         "sampling_params": params.wire(),
         "return_logprob": True,
         "stream": False,
@@ -137,10 +143,47 @@ def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: 
     return {**body, **extra}
 
 
+_PAIRS = b'"output_token_logprobs":'
+_read_pairs = msgspec.json.Decoder(list[_Pair]).decode
+_read_any = msgspec.json.Decoder().decode
+
+
+def read_answer(content: bytes) -> Generation:
+    """`read_generation` for the body of an answer.
+
+    Log-probabilities are most of it. They are read as what they must be, and stay in `meta` as they were written, for
+    who passes them on. Where they are not what is expected, everything is read as it comes.
+
+    Raises:
+        ProtocolError: it is not JSON, or as `read_generation`.
+    """
+    begin = content.find(_PAIRS + b"[[") + len(_PAIRS)
+    end = content.find(b"]]", begin) + 2
+    try:
+        if begin >= len(_PAIRS) and end >= 2:
+            written = content[begin:end]
+            answer = _read_any(b"%b0%b" % (content[:begin], content[end:]))
+            meta = answer["meta_info"]
+            if meta["output_token_logprobs"] == 0:
+                meta["output_token_logprobs"] = msgspec.Raw(written)
+                return _checked(answer, _read_pairs(written))
+    # whatever is the matter with it is said below
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        pass
+    try:
+        return read_generation(_read_any(content))
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a /generate answer that is not JSON ({error}): {content[:300]!r}") from None
+
+
 def read_generation(answer: dict[str, Any]) -> Generation:
     """Raises ProtocolError where tokens, logprobs and versions do not agree in number, or are none."""
+    return _checked(answer, None)
+
+
+def _checked(answer: dict[str, Any], pairs: Sequence[_Pair] | None) -> Generation:
     try:
-        return _generation(answer)
+        return _generation(answer, pairs)
     except ProtocolError:
         raise
     # whatever else the server sent in their place
@@ -150,25 +193,17 @@ def read_generation(answer: dict[str, Any]) -> Generation:
         ) from None
 
 
-def _generation(answer: dict[str, Any]) -> Generation:
+def _generation(answer: dict[str, Any], known: Sequence[_Pair] | None) -> Generation:
+    """`known`: the answer's log-probabilities, where they are known to be some."""
     meta = answer["meta_info"]
-    pairs = meta.get("output_token_logprobs") or []
+    pairs = known if known is not None else meta.get("output_token_logprobs") or []
     finish = meta["finish_reason"]
     if isinstance(finish, dict) and finish.get("length") == 0:
         pairs = []  # a request for no token that was batched with others has the logprob of one it does not have
-    try:
-        tokens, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
-        if not (set(map(type, tokens)) <= {int} and set(map(type, logprobs)) <= {float}):
-            tokens, logprobs = [int(token) for token in tokens], [float(logprob) for logprob in logprobs]
-    except (IndexError, TypeError, ValueError) as error:
-        # a server whose weights hold NaN answers with null
-        raise ProtocolError(
-            f"/generate answered a token without a log-probability ({error}): {str(pairs)[:300]}"
-        ) from None
-    if (answer.get("output_ids") or []) != tokens:
-        raise ProtocolError(
-            f"/generate answered {len(answer.get('output_ids') or [])} output_ids, but logprobs of {len(tokens)} tokens"
-        )
+    tokens, logprobs = _numbers(pairs) if known is None else ([pair[1] for pair in pairs], [pair[0] for pair in pairs])
+    output_ids = answer.get("output_ids") or []
+    if output_ids != tokens:
+        raise ProtocolError(f"/generate answered {len(output_ids)} output_ids, but logprobs of {len(tokens)} tokens")
     return Generation(
         tokens=tokens,
         logprobs=logprobs,
@@ -177,6 +212,20 @@ def _generation(answer: dict[str, Any]) -> Generation:
         meta=meta,
         answer={key: value for key, value in answer.items() if key != "meta_info"},
     )
+
+
+def _numbers(pairs: Sequence[Any]) -> tuple[list[int], list[float]]:
+    """Tokens and log-probabilities of pairs that may be anything."""
+    try:
+        tokens, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+        if set(map(type, tokens)) <= {int} and set(map(type, logprobs)) <= {float}:
+            return tokens, logprobs
+        return [int(token) for token in tokens], [float(logprob) for logprob in logprobs]
+    except (IndexError, TypeError, ValueError) as error:
+        # a server whose weights hold NaN answers with null
+        raise ProtocolError(
+            f"/generate answered a token without a log-probability ({error}): {str(pairs)[:300]}"
+        ) from None
 
 
 @dataclass(frozen=True)

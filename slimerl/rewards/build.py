@@ -6,10 +6,13 @@ Flows in: a `RewardSpec`. Flows out: a `RunningReward`, not yet started.
 from slimerl.rewards.composite import Part, WeightedSum
 from slimerl.rewards.http import HttpScorer
 from slimerl.rewards.language_judge import CHAT_PATH, LanguageJudge
+from slimerl.rewards.not_asked import NotAsked
 from slimerl.rewards.outcome import RewardUnavailable, RunningReward
 from slimerl.rewards.pool import MATH, MEMORY_BYTES, WorkerPool
 from slimerl.rewards.remote import Remote
 from slimerl.rewards.reward_model import CLASSIFY_PATH, ServedModel
+from slimerl.spec import RunSpec
+from slimerl.spec.agent import EnvironmentAgent
 from slimerl.spec.reward import (
     AnyReward,
     CodeReward,
@@ -51,6 +54,11 @@ def build_reward(spec: AnyReward) -> RunningReward:
         case JudgeReward():
             return _judge(spec)
     raise AssertionError(f"no reward of kind {spec}")
+
+
+def reward_of_run(spec: RunSpec) -> RunningReward:
+    """What judges the samples of a run. Raises RewardUnavailable."""
+    return NotAsked() if isinstance(spec.agent, EnvironmentAgent) else build_reward(spec.reward)
 
 
 def reads_prompt(spec: AnyReward) -> bool:

@@ -27,7 +27,7 @@ from slimerl.engine.protocol import SamplingParams
 from slimerl.resilience import heartbeat
 from slimerl.resilience.imports import without_collections
 from slimerl.resilience.processes import die_with_parent
-from slimerl.rewards.build import build_reward, reads_prompt, reads_tokens
+from slimerl.rewards.build import reads_prompt, reads_tokens, reward_of_run
 from slimerl.rewards.outcome import RewardUnavailable, RunningReward
 from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.agents.build import RunningAgent, announced, build_agent
@@ -115,7 +115,7 @@ async def serve(spec: RunSpec, takes_over: bool = False) -> None:
     ended = asyncio.Event()
     trace.start(spec.run_dir, "rollout")
     alive = heartbeat.start_of_loop(spec.run_dir, "rollout", spec.deadlines.stall_s)
-    reward, agent = build_reward(spec.reward), build_agent(spec.agent)
+    reward, agent = reward_of_run(spec), build_agent(spec.agent)
     try:
         # All take seconds; none needs the other.
         begun = time.monotonic()

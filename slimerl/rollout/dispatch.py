@@ -10,11 +10,12 @@ engine that was taken out of service.
 
 import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
 
 from slimerl.engine.client import EngineError, EngineUnreachable
 from slimerl.engine.protocol import Generation, SamplingParams
@@ -31,7 +32,9 @@ from slimerl.rollout.router import Query, Reservation, Router
 from slimerl.rollout.shared_prompts import SharedPrompts
 from slimerl.rollout.suspects import Suspects
 from slimerl.rollout.tries import TryFailed, as_failure, check_answer, check_versions
+from slimerl.rollout.under_way import LOST, UnderWay
 from slimerl.samples.messages import EngineState
+from slimerl.samples.written_ids import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +42,6 @@ MAX_TRIES = 3
 """Engines that one request may fail on before it is given up."""
 RETRY_DELAYS_S = (0.1, 0.5)
 """Before the second and third try: an engine that has just restarted or shed load gets a moment."""
-LOST = "engine_lost"
-"""Reason of a try whose engine was taken out of service meanwhile."""
 GRANTED_AT_ONCE = 32
 """Slots; thousands may come free in one moment, after a weight update, and each request that goes out takes its time:
 between so many of them the event loop does what else there is to do."""
@@ -52,7 +53,7 @@ _NAMED = 8
 class GenerateRequest:
     request_id: str
     group: str
-    tokens: tuple[int, ...]
+    tokens: Tokens
     params: SamplingParams
     session: str = ""
     """Of the requests that go on from each other's tokens; default: of this one alone."""
@@ -67,8 +68,7 @@ class GenerateRequest:
     """Ask which experts were chosen for the tokens from this place on; None: it is not asked."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True):
     generation: Generation
     engine_id: str
     tries: int
@@ -111,8 +111,7 @@ class Dispatcher:
     _sent: int = 0
     _lanes: Lanes = field(init=False)
     _suspects: Suspects = field(init=False)
-    _asking: dict[str, "set[asyncio.Task[Generation]]"] = field(default_factory=lambda: defaultdict(set))
-    """Requests under way, by engine."""
+    _under_way: UnderWay = field(default_factory=UnderWay)
     _granting: asyncio.Handle | None = None
     """Of the rest that `_grant` has left."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -223,8 +222,7 @@ class Dispatcher:
 
     def interrupt(self, engine_id: str) -> None:
         """The engine will not go on with what it has: its requests are tried elsewhere."""
-        for asking in self._asking[engine_id]:
-            asking.cancel()
+        self._under_way.interrupt(engine_id)
 
     async def close(self) -> None:
         if self._granting is not None:
@@ -234,6 +232,11 @@ class Dispatcher:
     # --- slots
 
     async def _acquire(self, query: Query, request: GenerateRequest, urgent: bool) -> Reservation:
+        if request.progress is None and not (self._held or self._granting or len(self._lanes)):
+            # nobody waits, and there is nothing to be put in order
+            engine_id = self.router.route(query)
+            if engine_id is not None:
+                return self._taken(engine_id, query)
         future = asyncio.get_running_loop().create_future()
         waiter = Waiter(query, future, request.progress, request.params.max_new_tokens)
         self._lanes.add(waiter, urgent)
@@ -267,16 +270,19 @@ class Dispatcher:
             # more may be known than when it began to wait
             expected = self.order.lengths.expected(waiter.progress.prompt_id, waiter.progress.done, waiter.budget)
             if expected != waiter.query.expected_new_tokens:
-                waiter.query = replace(waiter.query, expected_new_tokens=expected)
+                waiter.query = msgspec.structs.replace(waiter.query, expected_new_tokens=expected)
         engine_id = self.router.route(waiter.query)
         if engine_id is None:
             return False
-        slot = self.router.reserve(engine_id, waiter.query)
-        self._prompts.join(slot, self.router.version, waiter.query)
-        waiter.slot.set_result(slot)
+        waiter.slot.set_result(self._taken(engine_id, waiter.query))
+        return True
+
+    def _taken(self, engine_id: str, query: Query) -> Reservation:
+        slot = self.router.reserve(engine_id, query)
+        self._prompts.join(slot, self.router.version, query)
         self.in_flight += 1
         self._figures.taken(engine_id)
-        return True
+        return slot
 
     def _release(self, slot: Reservation, answer: Generation | None = None) -> None:
         self.router.end(slot, len(answer.tokens) if answer is not None else 0)
@@ -300,7 +306,7 @@ class Dispatcher:
     async def _compute_prompt(self, engine_id: str, request: GenerateRequest) -> None:
         alone = replace(request, params=SamplingParams(max_new_tokens=0, temperature=0.0), routing_from=None)
         try:
-            await self._unless_lost(engine_id, self._ask(engine_id, alone, self._new_name(request), None))
+            await self._under_way.unless_lost(engine_id, self._ask(engine_id, alone, self._new_name(request), None))
         except TryFailed as failure:
             if failure.suspect:
                 self._suspects.failed(engine_id)
@@ -313,7 +319,9 @@ class Dispatcher:
         if live is not None:
             live.begin(version)
         try:
-            generation = await self._unless_lost(slot.engine_id, self._ask(slot.engine_id, request, name, live))
+            generation = await self._under_way.unless_lost(
+                slot.engine_id, self._ask(slot.engine_id, request, name, live)
+            )
             await self._until_proven(generation, slot.engine_id, version)
             may_end = self._held or asked.taken_back
             check_answer(generation, range(version, self.router.version + 1), request.params, may_end)
@@ -365,20 +373,6 @@ class Dispatcher:
     def _check_in_service(self, engine_id: str, otherwise: str) -> None:
         if self.router.engine(engine_id).state not in (EngineState.SERVING, EngineState.DRAINING):
             raise TryFailed(LOST, f"engine {engine_id} {otherwise}", again=True, suspect=False)
-
-    async def _unless_lost(self, engine_id: str, asking: Coroutine[Any, Any, Generation]) -> Generation:
-        task = asyncio.get_running_loop().create_task(asking)
-        self._asking[engine_id].add(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise  # the caller was cancelled, not the request alone
-            detail = f"engine {engine_id} was taken out of service meanwhile"
-            raise TryFailed(LOST, detail, again=True, suspect=False) from None
-        finally:
-            self._asking[engine_id].discard(task)
 
     async def _ask(self, engine_id: str, request: GenerateRequest, name: str, live: LiveTokens | None) -> Generation:
         if self._held:

@@ -13,6 +13,9 @@ import time
 logger = logging.getLogger(__name__)
 
 NEVER = 1_000_000_000
+YOUNG, MIDDLE = 5_000, 3
+"""Objects, and collections of young ones. One answer of an engine is hundreds of lists, nearly all of which are gone
+before so many have come; what is looked through at once stays a matter of milliseconds."""
 AFTER_S = 0.05
 """Whoever asked for the hold is answered first."""
 
@@ -20,8 +23,7 @@ AFTER_S = 0.05
 def defer_full_collections() -> None:
     """From now on they come by `collect_soon` alone."""
     gc.freeze()
-    young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, NEVER)
+    gc.set_threshold(YOUNG, MIDDLE, NEVER)
 
 
 def collect_soon() -> None:

@@ -11,7 +11,6 @@ Invariants: those of `router`; KV of other weights is never counted as cached; m
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -50,8 +49,7 @@ _OPENING = "opening "
 """Before the key of its last block: the name of a group that nobody has named."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(msgspec.Struct, frozen=True):
     """What was found out when a query was routed, for its reservation."""
 
     query: Query
@@ -63,8 +61,7 @@ class _Plan:
     """The query's; of one that names none, sessions that open with the same prompt are siblings."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(msgspec.Struct, frozen=True):
     """What a reservation added to its seat."""
 
     seat: Seat

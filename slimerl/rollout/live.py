@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from slimerl.engine.protocol import Generation, SamplingParams
 
 if TYPE_CHECKING:
@@ -52,8 +54,10 @@ class LiveTokens:
             return None
         kept = _joined(self._told[self._of_tries :])
         if kept.tokens[-1] in params.stop_token_ids:
-            return replace(kept, finish_reason="stop")
-        return replace(kept, finish_reason="length") if len(kept.tokens) == params.max_new_tokens else None
+            return msgspec.structs.replace(kept, finish_reason="stop")
+        return (
+            msgspec.structs.replace(kept, finish_reason="length") if len(kept.tokens) == params.max_new_tokens else None
+        )
 
     def rest(self, request: "GenerateRequest") -> "GenerateRequest":
         """What is left of a request whose last try failed, be it before `begin`."""

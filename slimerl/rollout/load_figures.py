@@ -4,8 +4,7 @@ Flows in: each slot as it is taken and given back. Flows out: `rollout/…` figu
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -14,14 +13,14 @@ class LoadFigures:
     """Looked at whenever a request ends, so that an engine that runs dry weighs as long as others work on."""
 
     clock: Callable[[], float] = time.monotonic
-    _loads: Counter[str] = field(default_factory=Counter)
-    """Requests in flight by engine."""
+    _loads: dict[str, int] = field(default_factory=dict)
+    """Requests in flight, of each engine that has one."""
+    _since_s: dict[str, float] = field(default_factory=dict)
+    """Of the same engines: from when on their time is not in `_busy_s` yet."""
     _busy_s: dict[str, float] = field(default_factory=dict)
     """Seconds with a request in flight, of each engine that was in service or had one."""
     _serving: Sequence[str] = ()
     """When it was last told."""
-    _looked_s: float | None = None
-    """Until when `_busy_s` is counted."""
     _told_s: float | None = None
     _spreads: float = 0.0
     _looks: int = 0
@@ -29,27 +28,31 @@ class LoadFigures:
     _taken_back_told: int = 0
 
     def taken(self, engine_id: str) -> None:
-        self._count_busy()
-        self._loads[engine_id] += 1
+        load = self._loads.get(engine_id, 0)
+        if not load:
+            self._since_s[engine_id] = self._now()
+        self._loads[engine_id] = load + 1
 
     def given_back(self, engine_id: str, serving: Sequence[str]) -> None:
         """`serving`: engines in service."""
-        self._serving = serving
-        self._count_busy()
-        loads = [self._loads[each] for each in serving]
+        if serving != self._serving:
+            self._note(self._serving)
+            self._serving = serving
+        loads = [self._loads.get(each, 0) for each in serving]
+        if total := sum(loads):
+            self._spreads += max(loads) * len(loads) / total
+            self._looks += 1
         self._loads[engine_id] -= 1
         if not self._loads[engine_id]:
             del self._loads[engine_id]
-        if sum(loads):
-            self._spreads += max(loads) * len(loads) / sum(loads)
-            self._looks += 1
+            self._count(engine_id, self._now())
+            del self._since_s[engine_id]
 
     def take(self, moves: int, taken_back: int) -> dict[str, float]:
         """Since the last call. Args: counts since the start, of sessions that went on elsewhere, and of requests
         that were taken back from an engine's queue."""
-        self._count_busy()
         figures = {
-            "rollout/engine_idle_share": self._idle_share(),
+            "rollout/engine_idle_share": self._idle_share(self._now()),
             "rollout/engine_load_spread": self._spreads / self._looks if self._looks else 0.0,
             "rollout/migrations": float(moves - self._moves_told),
             "rollout/taken_back": float(taken_back - self._taken_back_told),
@@ -58,20 +61,29 @@ class LoadFigures:
         self._moves_told, self._taken_back_told = moves, taken_back
         return figures
 
-    def _count_busy(self) -> None:
-        """Up to now, by the loads as they are."""
+    def _now(self) -> float:
         now = self.clock()
-        since = now if self._looked_s is None else self._looked_s
-        for engine_id in {*self._loads, *self._serving}:
-            busy = now - since if self._loads[engine_id] else 0.0
-            self._busy_s[engine_id] = self._busy_s.get(engine_id, 0.0) + busy
-        self._looked_s = now
-        self._told_s = now if self._told_s is None else self._told_s
+        if self._told_s is None:
+            self._told_s = now
+        return now
 
-    def _idle_share(self) -> float:
+    def _note(self, engines: Iterable[str]) -> None:
+        """They count, with or without a request."""
+        for engine_id in engines:
+            self._busy_s.setdefault(engine_id, 0.0)
+
+    def _count(self, engine_id: str, now: float) -> None:
+        """The time up to now of an engine with a request."""
+        self._busy_s[engine_id] = self._busy_s.get(engine_id, 0.0) + now - self._since_s[engine_id]
+        self._since_s[engine_id] = now
+
+    def _idle_share(self, now: float) -> float:
         """Of the engines' time since the last call, that in which they had no request: held, or with nothing to do."""
-        all_s = ((self._looked_s or 0.0) - (self._told_s or 0.0)) * len(self._busy_s)
+        self._note(self._serving)
+        for engine_id in self._loads:
+            self._count(engine_id, now)
+        all_s = (now - (self._told_s or 0.0)) * len(self._busy_s)
         idle = 1 - sum(self._busy_s.values()) / all_s if all_s else 0.0
         self._busy_s.clear()
-        self._told_s = self._looked_s
+        self._told_s = now
         return idle

@@ -49,20 +49,35 @@ class Parts:
             routing_from=len(sample.routing) if self.routing else None,
         )
 
+    def first_params(self) -> SamplingParams:
+        """Of the first part of a sample whose seed `params` have."""
+        if self.chunk_tokens is None or self.chunk_tokens >= self.params.max_new_tokens:
+            return self.params
+        return replace(self.params, max_new_tokens=self.chunk_tokens)
+
     def append(self, sample: Sample, generation: Generation) -> None:
         """Take what an engine generated for `next_request`."""
         append_generation(sample, generation)
-        sample.finish_reason = self._end(sample, generation)
-        if self.is_complete(sample):
-            self.lengths.observe(sample.prompt_id, len(sample.response_tokens))
+        sample.finish_reason = self.ended(generation, sample.prompt_id, len(sample.response_tokens))
 
-    def _end(self, sample: Sample, generation: Generation) -> str | None:
-        """What has ended the sample; None: it goes on."""
+    def ended(self, generation: Generation, prompt_id: str, tokens: int | None = None) -> str | None:
+        """What has ended a sample, whose length is then noted; None: it goes on.
+
+        Args:
+            tokens: of its response, with those of `generation`; None: it has no others.
+        """
+        count = len(generation.tokens) if tokens is None else tokens
+        reason = self._end(generation, count)
+        if reason is not None:
+            self.lengths.observe(prompt_id, count)
+        return reason
+
+    def _end(self, generation: Generation, count: int) -> str | None:
         last = generation.tokens[-1:]
         # an engine that aborts a request, or ends a chunk, says so even where the last token was the end
         if generation.finish_reason == "stop" or set(last) & set(self.params.stop_token_ids):
             return "stop"
-        return "length" if len(sample.response_tokens) >= self.params.max_new_tokens else None
+        return "length" if count >= self.params.max_new_tokens else None
 
 
 def append_generation(sample: Sample, generation: Generation) -> None:

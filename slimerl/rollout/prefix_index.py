@@ -21,13 +21,15 @@ The index is advice: a wrong entry costs a prefill, never a wrong token.
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from slimerl.samples.written_ids import Tokens, WrittenIds
+
 BLOCK_TOKENS = 64
 """Fine enough to tell prompts apart that share a system prompt, coarse enough that 4k tokens are 64 look-ups."""
 _WITNESSES = 4
 """Blocks of a known prefix that are hashed again before the rest is believed: its ends and two in between."""
 
 
-def hash_blocks(tokens: tuple[int, ...], known: Sequence[int] = ()) -> list[int]:
+def hash_blocks(tokens: Tokens, known: Sequence[int] = ()) -> list[int]:
     """Keys of the whole blocks of `tokens`; those of `known` are taken over, so that only new tokens are hashed.
 
     Python's own hash of an integer tuple (an xxHash variant in C) takes 22 µs for 4,096 ids; packing them for
@@ -38,6 +40,14 @@ def hash_blocks(tokens: tuple[int, ...], known: Sequence[int] = ()) -> list[int]
         known: keys of an earlier prompt that may be a prefix of this one (the turn before, a sibling). It is believed
             after `_WITNESSES` of its blocks were hashed again and agree; where they do not, everything is hashed.
     """
+    if isinstance(tokens, WrittenIds):
+        if tokens.keys is None:
+            tokens.keys = _hashed(tokens, known)
+        return tokens.keys
+    return _hashed(tokens, known)
+
+
+def _hashed(tokens: Tokens, known: Sequence[int]) -> list[int]:
     count = min(len(known), len(tokens) // BLOCK_TOKENS)
     if count and not _agrees(tokens, known, count):
         count = 0
@@ -49,7 +59,7 @@ def hash_blocks(tokens: tuple[int, ...], known: Sequence[int] = ()) -> list[int]
     return keys
 
 
-def _agrees(tokens: tuple[int, ...], known: Sequence[int], count: int) -> bool:
+def _agrees(tokens: Tokens, known: Sequence[int], count: int) -> bool:
     """The last block first: it differs whenever the history was shortened or lengthened before it."""
     for witness in range(_WITNESSES, 0, -1):
         block = (count - 1) * (witness - 1) // (_WITNESSES - 1)

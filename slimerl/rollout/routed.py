@@ -5,7 +5,8 @@ Invariant: what was asked for is there, or is missing for a reason; a record is 
 """
 
 import asyncio
-from dataclasses import replace
+
+import msgspec
 
 from slimerl.engine.protocol import Generation
 from slimerl.engine.routed_experts import FIELD, RoutedExpertsError, read_routed_experts
@@ -32,4 +33,4 @@ async def with_routing(generation: Generation, first: int | None, input_tokens: 
             "it reports no routed experts; was the engine started with --enable-return-routed-experts?"
         )
     meta = {key: value for key, value in generation.meta.items() if key != FIELD}
-    return replace(generation, meta=meta, routing=routing)
+    return msgspec.structs.replace(generation, meta=meta, routing=routing)

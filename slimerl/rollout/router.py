@@ -14,27 +14,26 @@ import msgspec
 
 from slimerl.rollout.kv_tail import Move
 from slimerl.samples.messages import EngineInfo, EngineState
+from slimerl.samples.written_ids import Tokens
 
 
 class RouterError(RuntimeError):
     """An unknown engine or reservation; the message names it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(msgspec.Struct, frozen=True):
     """What is known of a request when its engine is chosen. `session`, `group`, `tokens` and `expected_new_tokens`
     are for routers that weigh prefixes and lengths."""
 
     session: str
     group: str = ""
-    tokens: tuple[int, ...] | None = None
+    tokens: Tokens | None = None
     expected_new_tokens: int = 0
     avoid: frozenset[str] = frozenset()
     """Engines that failed this request already: chosen only where no other is in service."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(msgspec.Struct, frozen=True):
     """One slot of one engine."""
 
     number: int

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from slimerl.engine.protocol import Generation
 from slimerl.rollout.router import Query, Reservation
+from slimerl.samples.written_ids import Tokens
 
 MIN_SAVED_TOKENS = 128
 """One more request costs an engine about as much as the prompts of some hundred tokens."""
@@ -30,7 +31,7 @@ class _Company:
     """Requests of one prompt that hold slots of one engine."""
 
     key: _Key
-    tokens: tuple[int, ...]
+    tokens: Tokens
     requests: int = 0
     computed: "asyncio.Future[bool] | None" = None
     """Done when the prompt was computed (True), or the request for it has failed."""

@@ -41,9 +41,12 @@ def check_answer(generation: Generation, versions: range, params: SamplingParams
 
 
 def check_versions(generation: Generation, versions: range) -> None:
-    wrong = set(generation.versions) - set(versions)
-    if wrong or generation.versions != sorted(generation.versions):
+    given = generation.versions
+    if given and given[0] in versions and given.count(given[0]) == len(given):
+        return  # as nearly always
+    wrong = set(given) - set(versions)
+    if wrong or given != sorted(given):
         served = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else f"{versions[0]}"
-        found = sorted(wrong) or f"in the order {generation.versions}"
+        found = sorted(wrong) or f"in the order {given}"
         detail = f"it generated with weights of version {found} where {served} is required"
         raise TryFailed("wrong_version", detail, again=True, suspect=False)

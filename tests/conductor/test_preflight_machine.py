@@ -252,6 +252,12 @@ def test_s4_what_the_launcher_only_prefers_may_be_set(home):
     assert check(home, "engine.extra_args=[--attention-backend, torch_native, --chunked-prefill-size=64]") == (0, [])
 
 
+def test_s4_an_option_that_sglang_does_not_know_is_told_before_an_engine_ends_with_it(home):
+    code, lines = check(home, "engine.extra_args=[--atention-backend, torch_native]")
+    assert code == 2
+    assert "--atention-backend is no option of the installed SGLang; did you mean --attention-backend?" in lines[0]
+
+
 def test_s3_a_port_in_use_is_named(home):
     """Injected: a listener on rollout.port."""
     with socket.socket() as taken:

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ def hashed_tokens(prompt: Sequence[int], seed: int) -> list[int]:
     return [3 + byte % (VOCABULARY - 3) for byte in digest[1 : 1 + digest[0] % 12]] + [STOP]
 
 
+compact = partial(json.dumps, separators=(",", ":"))
+"""As SGLang writes JSON."""
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 LONG = 12
 """Tokens of every sample that `go_on` answers."""
@@ -232,7 +235,7 @@ class FakeEngine:
             meta["cached_tokens"] = self.cached.popleft()
         if body.get("return_routed_experts"):
             meta["routed_experts"] = self._routed(body["routed_experts_start_len"], len(body["input_ids"] + tokens))
-        return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta})
+        return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta}, dumps=compact)
 
     async def _streamed(
         self, request: web.Request, body: dict[str, Any], tokens: list[int], finish: dict[str, Any]

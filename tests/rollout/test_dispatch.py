@@ -209,6 +209,34 @@ def test_a6_a_request_cancelled_anywhere_gives_its_slot_back():
     play(scene, engines=1, capacity=1)
 
 
+@pytest.mark.parametrize("gone_first", [True, False, None])
+def test_a6_a_request_whose_engine_is_lost_goes_to_another_unless_its_caller_has_gone(gone_first):
+    """Faults: the engine is taken out of service; before it, after it or not at all the caller is cancelled."""
+
+    async def scene(dispatcher: Dispatcher, engines: list[FakeEngine]) -> None:
+        engines[0].open.clear()
+        asking = asyncio.ensure_future(dispatcher.generate(request()))
+        await engines[0].running_requests(1)
+        if gone_first:
+            asking.cancel()
+        dispatcher.router.quarantine("engine-0", "lost")
+        dispatcher.interrupt("engine-0")
+        dispatcher.interrupt("engine-0")
+        if gone_first is False:
+            asking.cancel()
+        if gone_first is None:
+            completion = await asking
+            assert (completion.engine_id, completion.tries) == ("engine-1", 2)
+        else:
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+        assert asking.cancelling() == (gone_first is not None)
+        assert engines[0].aborted == ["r0#1"]
+        engines[0].open.set()
+
+    play(scene)
+
+
 def test_a6_a_grant_that_meets_a_cancellation_is_passed_on():
     """Fault: the slot is granted and its task cancelled in the same turn of the event loop."""
 
@@ -270,6 +298,8 @@ def test_a6_no_slot_is_leaked_in_a_storm_of_faults_cancellations_and_holds(seed)
             tasks.append(asyncio.ensure_future(dispatcher.generate(request(number), urgent=chance.random() < 0.2)))
             if chance.random() < 0.3:
                 chance.choice(tasks).cancel()
+            if chance.random() < 0.1:
+                dispatcher.interrupt(chance.choice(engines).engine_id)
             if chance.random() < 0.05:
                 await dispatcher.drain(10.0)
                 dispatcher.resume()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slimerl.conductor.preflight.speculation import speculation_faults
+from slimerl.engine.server_options import known_options, unknown_options
 from slimerl.resharding.coverage import CoverageError
 from slimerl.resharding.families import ConfigError, family_of
 from slimerl.resharding.families.family import PLAIN, Form, stored_form
@@ -317,6 +318,8 @@ def _contradicting_arguments(spec: RunSpec) -> Iterator[str]:
         meant = [key for flag, key in ENGINE_ARGUMENTS.items() if len(name) > len("--") and flag.startswith(name)]
         if meant:
             yield f"engine.extra_args: {name} would contradict {meant[0]}; remove it and set {meant[0]} instead"
+    for name, nearest in unknown_options(spec.engine.extra_args, known_options()):
+        yield f"engine.extra_args: {name} is no option of the installed SGLang; did you mean {nearest}?"
 
 
 def _distributed_faults(path: Path | None, config: Config) -> Iterator[str]:

@@ -41,7 +41,7 @@ class Watcher:
     def paused(self, interrupted: bool) -> None:
         """No request is under way, and another will follow. `interrupted`: in the middle of a turn."""
 
-    def answered(self, request: GenerateRequest, completion: Completion) -> None:
+    def answered(self, prompt_tokens: int, completion: Completion) -> None:
         pass
 
     def forked(self, fork: Sample) -> "tuple[Sample, Watcher]":
@@ -109,7 +109,7 @@ class Policy:
                 break
             request = self._request(limit)
             completion = await self.dispatcher.generate(request, self._started, urgent=self.urgent)
-            self.watcher.answered(request, completion)
+            self.watcher.answered(len(request.tokens), completion)
             self.parts.append(sample, completion.generation)
             self._known = (*request.tokens, *completion.generation.tokens)
             self._sampled += len(completion.generation.tokens)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 
 from slimerl.rollout.agents.policy import Watcher
-from slimerl.rollout.dispatch import Completion, GenerateRequest
+from slimerl.rollout.dispatch import Completion
 from slimerl.rollout.statistics import GroupRecord
 from slimerl.samples.sample import Sample
 from slimerl.samples.store import SampleStore
@@ -30,9 +30,9 @@ class BookedSample(Watcher):
         self.store.interrupt(self.sample.sample_id)
         self.record.interruptions += interrupted
 
-    def answered(self, request: GenerateRequest, completion: Completion) -> None:
+    def answered(self, prompt_tokens: int, completion: Completion) -> None:
         self.record.retries += completion.tries - 1
-        self.record.prompt_tokens += len(request.tokens)
+        self.record.prompt_tokens += prompt_tokens
         self.record.cached_tokens += completion.generation.cached_tokens
 
     def forked(self, fork: Sample) -> "tuple[Sample, BookedSample]":

@@ -30,9 +30,11 @@ from slimerl.rollout.gateway.requests import (
     FinishBody,
     GenerateBody,
     TaskBody,
+    cut_generate,
     read_body,
 )
 from slimerl.rollout.gateway.streaming import BrokenOff, streamed
+from slimerl.samples.written_ids import NotPlain
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +108,9 @@ class Gateway:
         return await self._reply(request, await self.desk.completion(self._session(request), body))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = read_body(await request.read(), GenerateBody)
-        return await self._reply(request, await self.desk.generate(self._session(request), body))
+        data = await request.read()
+        order = await self._generate_order(self._session(request), data, *cut_generate(data))
+        return await self._reply(request, order)
 
     async def _take(self, request: web.Request) -> web.Response:
         """Answers with a task, or with 204 where there is none after `wait_s`."""
@@ -167,17 +170,17 @@ class Gateway:
             key, _, named = _credentials(authorization).partition(":")
             self._admit(key)
             name = _checked_name(session or named)
-            body = read_body(data, GenerateBody)
+            body, ids = cut_generate(data)
         except ApiError as error:
             return self._refused(error)
-        return None if body.stream else self._whole(name, body)
+        return None if body.stream else self._whole(name, data, body, ids)
 
-    async def _whole(self, name: str, body: GenerateBody) -> tuple[int, bytes]:
-        given = await self._guarded("/generate", self._generated(name, body))
+    async def _whole(self, name: str, data: bytes, body: GenerateBody, ids: bytes | None) -> tuple[int, bytes]:
+        given = await self._guarded("/generate", self._generated(name, data, body, ids))
         return self._status(given) if isinstance(given, ApiError) else (200, given)
 
-    async def _generated(self, name: str, body: GenerateBody) -> bytes:
-        order = await self.desk.generate(name, body)
+    async def _generated(self, name: str, data: bytes, body: GenerateBody, ids: bytes | None) -> bytes:
+        order = await self._generate_order(name, data, body, ids)
         self.open_requests += 1
         self.counts["requests"] += 1
         try:
@@ -185,6 +188,13 @@ class Gateway:
             return encode(order.shape.whole(order.answer))
         finally:
             self.open_requests -= 1
+
+    async def _generate_order(self, name: str, data: bytes, body: GenerateBody, ids: bytes | None) -> Order:
+        """`data`: the whole body, read again where its ids are not as simple as they looked."""
+        try:
+            return await self.desk.generate(name, body, ids)
+        except NotPlain:
+            return await self.desk.generate(name, read_body(data, GenerateBody))
 
     async def _refused(self, error: ApiError) -> tuple[int, bytes]:
         return self._status(error)

@@ -11,6 +11,7 @@ it; a client that does not read its answers is not read from.
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -27,6 +28,10 @@ IDLE_S = 3630.0
 """For a connection on which nothing is asked; as the framework's."""
 _FOREIGN = frozenset({"transfer-encoding", "expect", "content-encoding", "upgrade"})
 """Headers that ask for more than this module knows."""
+
+
+_Head = tuple[int, int, str, str]
+"""Of a request: where its body begins, its length, and the values that the answer depends on."""
 
 
 class HotPath:
@@ -64,6 +69,8 @@ class _Connection(asyncio.Protocol):
         """... what came behind it of a body that is not whole yet."""
         self._missing = 0
         """Bytes of that body."""
+        self._head: _Head | None = None
+        """Of that request."""
         self._used_s = self._loop.time()
 
     def abort(self) -> None:
@@ -115,21 +122,16 @@ class _Connection(asyncio.Protocol):
     def _read(self) -> None:
         """Begin with what is there, if it is a whole request."""
         data = self._data
-        end = data.find(_END)
-        if end < 0:
-            if len(data) > MAX_HEAD_BYTES or not _START.startswith(data[: len(_START)]):
-                self._hand_over()
+        head = self._head or self._read_head(data)
+        if head is None:
             return
-        head = _head(data[:end]) if data.startswith(_START) else None
-        if head is None or head[0] > self._path.max_body_bytes:
-            self._hand_over()
-            return
-        length, authorization, session = head
-        begin, end = end + len(_END), end + len(_END) + length
+        begin, length, authorization, session = head
+        end = begin + length
         if len(data) < end:
-            self._missing = end - len(data)
+            self._head, self._missing = head, end - len(data)
             self._data, self._pieces = b"", [data]
             return
+        self._head = None
         answering = self._path.begin(authorization, session, data[begin:end])
         if answering is None:
             self._hand_over()
@@ -137,6 +139,19 @@ class _Connection(asyncio.Protocol):
         self._data = data[end:]
         self.answering = self._loop.create_task(answering)
         self.answering.add_done_callback(self._answered)
+
+    def _read_head(self, data: bytes) -> _Head | None:
+        """None: it is not whole yet, or the connection is the framework's now."""
+        end = data.find(_END)
+        if end < 0:
+            if len(data) > MAX_HEAD_BYTES or not _START.startswith(data[: len(_START)]):
+                self._hand_over()
+            return None
+        asked = _head(data[:end]) if data.startswith(_START) else None
+        if asked is None or asked[0] > self._path.max_body_bytes:
+            self._hand_over()
+            return None
+        return end + len(_END), *asked
 
     def _answered(self, answering: "asyncio.Task[tuple[int, bytes]]") -> None:
         if answering.cancelled():
@@ -182,14 +197,23 @@ def _head(data: bytes) -> tuple[int, str, str] | None:
     lines = data.decode("utf-8", "surrogateescape").split("\r\n")
     headers: dict[str, str] = {}
     for line in lines[1:]:
-        name, colon, value = line.partition(":")
-        name = name.lower()
-        if not colon or name in headers or not name or name.strip() != name or "\n" in line or "\r" in line:
+        field = _field(line)
+        if field is None or field[0] in headers:
             return None
-        headers[name] = value.strip(" \t")
+        headers[field[0]] = field[1]
     length = headers.get("content-length", "")
     if not (length.isascii() and length.isdigit()) or len(length) > 12 or not _FOREIGN.isdisjoint(headers):
         return None
     if headers.get("connection", "keep-alive").lower() != "keep-alive":
         return None
     return int(length), headers.get("authorization", ""), headers.get("x-session-id", "")
+
+
+@lru_cache(maxsize=4096)
+def _field(line: str) -> tuple[str, str] | None:
+    """Name and value of a header; None: it is none. All but one or two of a client are the same in every request."""
+    name, colon, value = line.partition(":")
+    name = name.lower()
+    if not colon or not name or name.strip() != name or "\n" in line or "\r" in line:
+        return None
+    return name, value.strip(" \t")

@@ -6,20 +6,19 @@ Invariant: what would sample from another distribution than the one that is trai
 field; what a server may leave undone without changing that (`user`, `metadata`, …) is not looked at.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from slimerl.rollout.gateway.errors import refused
+from slimerl.samples.written_ids import TokenId, canonical
 
 MAX_STOPS = 16
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """`max_tokens`: of the reply; None: what is left."""
 
     max_tokens: int | None
@@ -125,6 +124,31 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
         raise refused(f"the request: {error}", path) from None
     except msgspec.DecodeError as error:
         raise refused(f"the request is not JSON: {error}", None, "invalid_json") from None
+
+
+_IDS = re.compile(rb'"input_ids": ?\[')
+
+
+def cut_generate(data: bytes) -> tuple[GenerateBody, bytes | None]:
+    """The body of a generate request without the ids of its prompt, and the text of these (`written_ids`), not read
+    yet; None: they are in the body, or there are none.
+
+    Raises:
+        ApiError: no such body.
+    """
+    found = _IDS.search(data)
+    # inside of a text its quotation marks would be escaped; a second one, or one that is another's, is seen below
+    if found is None:
+        return read_body(data, GenerateBody), None
+    begin = found.end()
+    end = data.find(b"]", begin)
+    try:
+        body = msgspec.json.decode(data[:begin] + data[end:], type=GenerateBody)
+    except msgspec.MsgspecError:
+        body = None
+    if end < 0 or body is None or body.input_ids != [] or data.find(b'input_ids"', end) >= 0:
+        return read_body(data, GenerateBody), None
+    return body, canonical(data[begin:end])
 
 
 def read_chat(body: ChatBody, temperature: float) -> Wanted:

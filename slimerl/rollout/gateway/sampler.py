@@ -11,10 +11,13 @@ its request in the engine and its reservation; a conversation never has more tok
 import asyncio
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from slimerl.engine.protocol import Generation, SamplingParams
+from slimerl.resilience.time_limit import TimeLimits
 from slimerl.rollout.agents.policy import STOP, Generates, Policy, Watcher
 from slimerl.rollout.dispatch import Completion, GenerateRequest
 from slimerl.rollout.gateway.answers import Answer
@@ -23,7 +26,9 @@ from slimerl.rollout.gateway.external import Task
 from slimerl.rollout.gateway.requests import Wanted
 from slimerl.rollout.gateway.sessions import Session, Sessions, Turn
 from slimerl.rollout.parts import Parts
+from slimerl.rollout.prompts import sampling_seed
 from slimerl.samples.sample import Sample
+from slimerl.samples.written_ids import Tokens, WrittenIds
 
 LONG_TOKENS = 4096
 """Decoding more takes longer than a millisecond, and is done off the event loop."""
@@ -34,8 +39,7 @@ Told = Callable[[], None]
 """Called whenever the answer has grown."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Where in a session a turn stands: what it goes on with, the tokens that are new, and the digest of all that."""
 
     session: Session
@@ -43,7 +47,7 @@ class Place:
     parent: Turn | None
     observed: "array[int]"
     asked: bytes
-    context: tuple[int, ...] | None = None
+    context: WrittenIds | None = None
     """All tokens that it is sampled from, where the client has sent them; they are those of parent and `observed`."""
 
 
@@ -62,20 +66,23 @@ class _Routed:
     async def generate(
         self, request: GenerateRequest, started: Callable[[], None] = lambda: None, urgent: bool = False
     ) -> Completion:
-        params = request.params if self.seed is None else replace(request.params, seed=self.seed & 0x7FFF_FFFF)
-        # not by `replace`, which takes a multiple of the time
-        routed = GenerateRequest(
-            request.request_id,
-            request.group,
-            request.tokens,
-            params,
-            self.session,
-            request.expected_new_tokens,
-            told=self._tell if self.answer.wanted.stream else None,
-        )
+        params = request.params if self.seed is None else replace(request.params, seed=self.seed)
+        return await self.send(request.request_id, request.group, request.tokens, params, urgent, started)
+
+    async def send(
+        self,
+        name: str,
+        group: str,
+        tokens: Tokens,
+        params: SamplingParams,
+        urgent: bool,
+        started: Callable[[], None] = lambda: None,
+    ) -> Completion:
+        told = self._tell if self.answer.wanted.stream else None
+        request = GenerateRequest(name, group, tokens, params, self.session, told=told)
         reply = self.answer.reply
         before = len(reply.tokens)
-        completion = await self.dispatcher.generate(routed, started, urgent)
+        completion = await self.dispatcher.generate(request, started, urgent)
         rest = _behind(completion.generation, reply.tokens[before:])
         if len(reply.tokens) + len(rest.tokens) < LONG_TOKENS or self.answer.wanted.stream:
             self._tell(rest)
@@ -115,9 +122,9 @@ class _Books(Watcher):
     task: Task | None
     policy: Policy | None = None
 
-    def answered(self, request: GenerateRequest, completion: Completion) -> None:
+    def answered(self, prompt_tokens: int, completion: Completion) -> None:
         if self.task is not None:
-            self.task.policy.watcher.answered(request, completion)
+            self.task.policy.watcher.answered(prompt_tokens, completion)
 
     def paused(self, interrupted: bool) -> None:
         """A stop text that lies across two parts is seen by nobody but us."""
@@ -134,6 +141,7 @@ class TurnSampler:
     parts: Parts
     max_prompt_tokens: int
     request_s: float
+    _limits: TimeLimits = field(default_factory=TimeLimits)
 
     async def sample(self, place: Place, wanted: Wanted, answer: Answer, told: Told) -> Turn:
         """Sample a turn and record it, but for what the client is told (`Session.complete`).
@@ -148,18 +156,11 @@ class TurnSampler:
         budget = self._budget(place, run_parts.params, wanted)
         turn = session.begin(place.parent, place.observed, place.asked)
         try:
-            sample = self._sample(place, turn)
-            answer.prompt_tokens = len(sample.prompt_tokens)
-            routed = _Routed(self.dispatcher, session.session_id, wanted.seed, answer, told)
-            books = _Books(routed, task)
-            params = _params(run_parts.params, wanted, budget)
-            parts = Parts(params, run_parts.run_seed, run_parts.chunk_tokens, run_parts.lengths)
-            urgent = task is not None and task.is_evaluation
-            policy = books.policy = Policy(sample, parts, routed, books, urgent)
+            routed = _Routed(self.dispatcher, session.session_id, _seed(wanted), answer, told)
             if task is not None:
                 task.policy.begin()
-            async with asyncio.timeout(self.request_s):
-                answer.finish_reason = await policy.turn()
+            with self._limits.within(self.request_s):
+                tokens, logprobs, versions = await _sampled(place, turn, routed, run_parts, budget)
         except BaseException as error:
             session.abandon(turn)
             self.sessions.grown(session)
@@ -167,7 +168,7 @@ class TurnSampler:
                 late = f"no engine had answered after {self.request_s:g} s (deadlines.batch_s)"
                 raise ApiError(504, "deadline", late) from None
             raise
-        session.complete(turn, sample.response_tokens, sample.behavior_logprobs, sample.versions, answer.finish_reason)
+        session.complete(turn, tokens, logprobs, versions, answer.finish_reason)
         self.sessions.grown(session)
         return turn
 
@@ -192,27 +193,48 @@ class TurnSampler:
             )
         return left if wanted.max_tokens is None else min(left, wanted.max_tokens)
 
-    def _sample(self, place: Place, turn: Turn) -> Sample:
-        """That the engine continues: the context is its prompt."""
-        task = place.task
-        whole = task.sample if task is not None else None
-        name = f"{whole.sample_id if whole else place.session.session_id}/turn-{turn.number}"
-        context = place.context or tuple(turn.context())
-        if whole is None:
-            return Sample(name, "", _UNBOUND, context)
-        return Sample(name, whole.group_id, whole.prompt_id, context)
+
+async def _sampled(
+    place: Place, turn: Turn, routed: _Routed, run_parts: Parts, budget: int
+) -> tuple[list[int], list[float], list[int]]:
+    """Tokens, log-probabilities and versions.
+
+    Most turns are one part, and are recorded as it comes. One that is interrupted, or cut, goes on as a sample of the
+    policy handle, which looks at every token of it.
+    """
+    task, answer, wanted = place.task, routed.answer, routed.answer.wanted
+    whole = task.sample if task is not None else None
+    name = f"{whole.sample_id if whole else place.session.session_id}/turn-{turn.number}"
+    group, prompt_id = (whole.group_id, whole.prompt_id) if whole is not None else ("", _UNBOUND)
+    context = place.context or tuple(turn.context())
+    answer.prompt_tokens = len(context)
+    seed = sampling_seed(run_parts.run_seed, name, attempt=0) if routed.seed is None else routed.seed
+    params = _params(run_parts.params, wanted, budget, seed)
+    parts = Parts(params, run_parts.run_seed, run_parts.chunk_tokens, run_parts.lengths)
+    urgent = task is not None and task.is_evaluation
+    completion = await routed.send(name, group, context, parts.first_params(), urgent)
+    if task is not None:
+        task.policy.watcher.answered(len(context), completion)
+    generation = completion.generation
+    if (ended := parts.ended(generation, prompt_id)) or routed.stopped:
+        answer.finish_reason = ended or STOP
+        return generation.tokens, generation.logprobs, generation.versions
+    sample = Sample(name, group, prompt_id, tuple(context))
+    parts.append(sample, generation)
+    books = _Books(routed, task)
+    policy = books.policy = Policy(sample, parts, routed, books, urgent)
+    answer.finish_reason = await policy.turn()
+    return sample.response_tokens, sample.behavior_logprobs, sample.versions
 
 
-def _params(params: SamplingParams, wanted: Wanted, budget: int) -> SamplingParams:
+def _seed(wanted: Wanted) -> int | None:
+    return None if wanted.seed is None else wanted.seed & 0x7FFF_FFFF
+
+
+def _params(params: SamplingParams, wanted: Wanted, budget: int, seed: int) -> SamplingParams:
     extra: Mapping[str, Any] = params.extra
     if wanted.engine_params or wanted.stops:
         stop = {"stop": list(wanted.stops)} if wanted.stops else {}
         extra = {**extra, **(wanted.engine_params or {}), **stop}
-    return SamplingParams(
-        budget,
-        params.temperature,
-        params.top_p,
-        params.seed,
-        () if wanted.ignores_eos else params.stop_token_ids,
-        extra=extra,
-    )
+    stop_token_ids = () if wanted.ignores_eos else params.stop_token_ids
+    return SamplingParams(budget, params.temperature, params.top_p, seed, stop_token_ids, extra=extra)

@@ -19,12 +19,15 @@ engine gave them; what was tokenised once for a place in the tree is used for al
 and a table of sessions are bounded, and what does not fit is refused or, where nobody uses it, forgotten and counted.
 """
 
+import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
+
+from slimerl.samples.written_ids import pack
 
 MAX_TURNS = 2048
 """Of one session: many times what an agent takes, and a bound for one that asks the same for ever."""
@@ -47,7 +50,9 @@ def _ids(values: Sequence[int] = ()) -> "array[int]":
 
 
 def _digest(flat: str | bytes) -> bytes:
-    return xxhash.xxh3_128_digest(flat.encode() if isinstance(flat, str) else flat)
+    if isinstance(flat, str):
+        return xxhash.xxh3_128_digest(flat.encode())
+    return xxhash.xxh3_128_digest(flat, 1)  # ids, not the same digits as a text
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +80,14 @@ class Turn:
             turns.append(turn)
             turn = turn.parent
         return turns[::-1]
+
+    def packed(self) -> "array[int]":
+        """All tokens of the branch up to the end of this turn."""
+        found = array("i")
+        for turn in self.path():
+            found += turn.observed
+            found += turn.tokens
+        return found
 
     def context(self) -> list[int]:
         """The tokens that it was sampled from."""
@@ -128,7 +141,8 @@ class Session:
         return None, 0
 
     def match_flat(self, prompt: str | bytes) -> tuple[Turn | None, int]:
-        """As `match`, for the prompt of a completion, in characters or bytes: the longest that was told before."""
+        """As `match`, for the prompt of a completion, as text or as `written_ids`: the longest that was told before,
+        and its characters or bytes."""
         for length in sorted(self._told_flat, reverse=True):
             if length <= len(prompt):
                 turn = self._told_flat[length].get(_digest(prompt[:length]))
@@ -168,7 +182,9 @@ class Session:
         finish_reason: str,
     ) -> None:
         """Take what the engine sampled."""
-        turn.tokens, turn.logprobs, turn.versions = _ids(tokens), array("d", logprobs), _ids(versions)
+        turn.tokens, turn.versions = pack(tokens), pack(versions)
+        turn.logprobs = array("d")
+        turn.logprobs.frombytes(struct.pack(f"{len(logprobs)}d", *logprobs))
         if not len(turn.tokens) == len(turn.logprobs) == len(turn.versions):
             raise ValueError(f"turn {turn.number}: as many tokens as logprobs and versions are needed")
         turn.finish_reason = finish_reason

@@ -202,7 +202,8 @@ class SpeculativeDispatcher(Dispatcher):
         if urgent or not self.speculation.applies(request):
             return await super().generate(request, started, urgent)
         told = request.told
-        request = self.speculation.keyed(replace(request, session=request.session or request.request_id, told=None))
+        plain = replace(request, tokens=tuple(request.tokens), session=request.session or request.request_id, told=None)
+        request = self.speculation.keyed(plain)
         answer = _Answer(request, started)
         self.speculation.figures.requests += 1
         await self._draft(answer)
