@@ -8,6 +8,7 @@ import http.client
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -54,11 +55,12 @@ class ServiceFailed(RuntimeError):
 class RolloutClient:
     """One connection per call: a call is rare (some per step), and a kept connection would have to be watched."""
 
-    def __init__(self, address: ServiceAddress, request_s: float) -> None:
-        """Args: `request_s`: bound of a call that does not bring its own."""
+    def __init__(self, address: ServiceAddress, request_s: float, run_dir: Path | None = None) -> None:
+        """Args: `request_s`: bound of a call that does not bring its own; `run_dir`: where other rollout processes of
+        the run announce themselves."""
         parts = urlsplit(address.url)
         self._host, self._port, self._token = parts.hostname or "", parts.port or 80, address.token
-        self._request_s = request_s
+        self._request_s, self._run_dir = request_s, run_dir
 
     @staticmethod
     def connect(run_dir: Path, deadline: Deadline, request_s: float) -> "RolloutClient":
@@ -70,7 +72,7 @@ class RolloutClient:
         file = run_dir / ADDRESS_FILE
         while True:
             try:
-                client = RolloutClient(read_address(run_dir), request_s)
+                client = RolloutClient(read_address(run_dir), request_s, run_dir)
                 client.health()
             except FileNotFoundError:
                 deadline.check(f"{file} is not there")
@@ -96,8 +98,35 @@ class RolloutClient:
         """The batch has been used; the weights are now `version`."""
         self._ask("POST", Endpoint.BATCH_TRAINED, BatchTrained(batch_id, version), None)
 
-    def fetch(self, sample_ids: Sequence[str]) -> list[SamplePayload]:
-        """Payloads in the order of the ids, as many with one call as the service gives."""
+    def fetch(self, sample_ids: Sequence[str], shards: Sequence[int] = ()) -> list[SamplePayload]:
+        """Payloads in the order of the ids.
+
+        Args:
+            shards: which rollout process holds each, where there are several; they are asked at the same time.
+        """
+        if not shards:
+            return self._fetch(sample_ids)
+        of_shard: dict[int, list[str]] = {}
+        for sample_id, shard in zip(sample_ids, shards, strict=True):
+            of_shard.setdefault(shard, []).append(sample_id)
+        with ThreadPoolExecutor(len(of_shard)) as threads:
+            parts = list(threads.map(lambda item: self._of(item[0])._fetch(item[1]), of_shard.items()))
+        found = {payload.sample_id: payload for part in parts for payload in part}
+        return [found[sample_id] for sample_id in sample_ids]
+
+    def _of(self, shard: int) -> "RolloutClient":
+        """For another rollout process; its address is read each time, for it may have been started again."""
+        if shard == 0:
+            return self
+        if self._run_dir is None:
+            raise ServiceFailed(f"where rollout process {shard} runs is not known: this client was given one address")
+        try:
+            return RolloutClient(read_address(self._run_dir, shard), self._request_s, self._run_dir)
+        except OSError as error:
+            raise ServiceFailed(f"rollout process {shard} cannot be asked; has it ended? {error}") from None
+
+    def _fetch(self, sample_ids: Sequence[str]) -> list[SamplePayload]:
+        """From this process, as many with one call as it gives."""
         payloads: list[SamplePayload] = []
         while len(payloads) < len(sample_ids):
             asked = list(sample_ids[len(payloads) :])

@@ -39,6 +39,8 @@ class RolloutSource:
         self._spec, self._grid, self._algorithm, self._client = spec, grid, algorithm, client
         self._batching = batching
         self._batch_id = ""
+        self._shards: dict[str, int] = {}
+        """Of the batch, as in its manifest."""
 
     def take(self, step: int, clock: StepClock) -> StepInput | None:
         """Wait for the batch of `step`; None: engines want the present weights first. Raises ServiceFailed,
@@ -47,7 +49,7 @@ class RolloutSource:
             manifest = self._manifest(step)
         if isinstance(manifest, SyncWanted):
             return None
-        self._batch_id = manifest.batch_id
+        self._batch_id, self._shards = manifest.batch_id, manifest.shards
         with clock(step, "fetch"):
             metas = manifest.samples
             with trace.span("advantages"):
@@ -117,7 +119,9 @@ class RolloutSource:
         own = [index for minibatch in plan.of_rank(self._grid.place.data) for part in minibatch for index in part]
         data = None
         if self._grid.is_leader and self._client is not None:
-            data = encode(self._client.fetch([metas[index].sample_id for index in own]))
+            ids = [metas[index].sample_id for index in own]
+            shards = [self._shards[metas[index].group_id] for index in own] if self._shards else []
+            data = encode(self._client.fetch(ids, shards))
         data = broadcast_bytes(data, self._grid, self._grid.leader, self._grid.replica)
         payloads = msgspec.msgpack.decode(data, type=list[SamplePayload])
         return {

@@ -1,0 +1,171 @@
+"""The admission ledger as a service of one rollout process: its log on the disk, its clock, its HTTP.
+
+Flows in: joins and reports of shards, the wishes of this process for its trainer. Flows out: replies; a report that
+brings nothing new and finds nothing new waits a while for an order.
+Invariant: what was decided is written before anybody is told of it, and a process that takes over goes on from there.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import web
+
+from slimerl.resilience.deadline import Deadline
+from slimerl.rollout.admission import StalenessGate
+from slimerl.rollout.journal_file import JournalFile, read_records
+from slimerl.rollout.ledger import AdmissionLedger, Fenced, replayed
+from slimerl.rollout.ledger_books import LedgerRecord
+from slimerl.rollout.scheduler import name_of_batch
+from slimerl.samples.ledger_messages import LedgerReply, NotHeard, ShardJoin, ShardReport
+from slimerl.samples.messages import BatchManifest, decode, encode
+from slimerl.samples.messages import Path as Endpoint
+
+logger = logging.getLogger(__name__)
+
+LEDGER_DIR = "ledger"
+"""In the run directory: the log."""
+LOOKS = 4
+"""At the leases, in the time that one lasts."""
+
+
+@dataclass
+class LedgerDesk:
+    """`changed` is called whenever a batch may have become complete."""
+
+    ledger: AdmissionLedger
+    log: JournalFile
+    changed: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Of this moment; another takes its place once it is set."""
+
+    def routes(self) -> list[web.RouteDef]:
+        """Of the control service, which turns errors into refusals."""
+        return [web.post(Endpoint.LEDGER_JOIN, self._join), web.post(Endpoint.LEDGER_REPORT, self._report)]
+
+    async def _join(self, request: web.Request) -> web.Response:
+        reply = await self.hear(decode(await request.read(), ShardJoin))
+        return web.Response(body=encode(reply), content_type="application/msgpack")
+
+    async def _report(self, request: web.Request) -> web.Response:
+        reply = await self.hear(decode(await request.read(), ShardReport))
+        return web.Response(body=encode(reply), content_type="application/msgpack")
+
+    async def hear(self, message: ShardJoin | ShardReport) -> LedgerReply | NotHeard:
+        """What a shard is told. Raises LedgerError, DeadlineExceeded (the log cannot be written)."""
+        try:
+            if isinstance(message, ShardJoin):
+                logger.info(
+                    "shard %d joins as %d with %d groups", message.shard, message.incarnation, len(message.held)
+                )
+                reply = self.ledger.join(message, self.clock())
+            else:
+                reply = self.ledger.report(message, self.clock())
+        except Fenced as error:
+            logger.warning("%s", error)
+            return NotHeard(error.given, error.incarnation)
+        await self._told()
+        if isinstance(message, ShardReport) and not (reply.orders or message.events):
+            return await self._when_ordered(message)
+        return reply
+
+    async def advance(self, version: int) -> None:
+        """Engines serve `version`. Raises GateError."""
+        self.ledger.advance(version)
+        await self._told()
+
+    async def next_batch(self, step: int, timeout_s: float) -> BatchManifest:
+        """Wait for the batch of a step. Raises StoreError, LedgerError, DeadlineExceeded."""
+        deadline = Deadline(f"the batch of step {step}", timeout_s)
+        while True:
+            news = self._news
+            batch = self.ledger.take_batch(step)
+            if batch is not None:
+                await self._told()
+                return BatchManifest(name_of_batch(step), step, list(batch.samples), {}, batch.shards)
+            deadline.check(self._what_is_missing())
+            await _wait(news, deadline)
+
+    def _what_is_missing(self) -> str:
+        books = self.ledger.books
+        return (
+            f"{books.ready()} of {books.gate.groups_per_step} groups ready, {len(books.groups) - books.settled} under "
+            f"way, {len(books.homeless)} of them at no shard; shards not heard of: {self.ledger.awaited or 'none'}, "
+            f"lost: {[number for number, shard in enumerate(books.shards) if shard.lost] or 'none'}"
+        )
+
+    async def trained(self, step: int) -> None:
+        """See `AdmissionLedger.trained`."""
+        self.ledger.trained(step)
+        if self.log.is_long:
+            self.log.begin(self.ledger.books.snapshot())
+        await self._told()
+
+    async def watch(self) -> None:
+        """Take from shards that have fallen silent what they hold; until cancelled."""
+        pause_s = self.ledger.lease_s / LOOKS
+        while True:
+            looked_s = self.clock()
+            await asyncio.sleep(pause_s)
+            if self.clock() - looked_s > 2 * pause_s:
+                continue  # this process stood still, and reports may wait to be read
+            if lost := self.ledger.expire(self.clock()):
+                silent_s = self.ledger.lease_s
+                logger.error("nothing was heard of shards %s for %g s; others make their groups", lost, silent_s)
+                await self._told()
+
+    def close(self) -> None:
+        self.log.close()
+
+    async def _told(self) -> None:
+        """Once it is written, whoever waits may know."""
+        await self.log.written()
+        self._news.set()
+        self._news = asyncio.Event()
+        self.changed()
+
+    async def _when_ordered(self, report: ShardReport) -> LedgerReply | NotHeard:
+        deadline = Deadline(f"an order for shard {report.shard}", report.wait_s)
+        shard = self.ledger.books.shards[report.shard]
+        while not shard.orders and deadline.remaining_s:
+            await _wait(self._news, deadline)
+        if shard.incarnation != report.incarnation or shard.lost:
+            return NotHeard(report.incarnation, shard.incarnation)
+        reply = self.ledger.reply(report.shard)
+        await self.log.written()
+        return reply
+
+
+async def open_ledger(
+    directory: Path, gate: StalenessGate, samples_per_group: int, shards: int, lease_s: float, patience_s: float
+) -> LedgerDesk:
+    """With what an earlier process has left there.
+
+    Args:
+        gate: as at the start of the run.
+        patience_s: how long shards have to come for the first time.
+
+    Raises:
+        JournalDamaged, OSError: it cannot be gone on with.
+    """
+    records = await asyncio.to_thread(lambda: list(read_records(directory, LedgerRecord)))
+    books = replayed(records, gate, samples_per_group, shards)
+    log = JournalFile(directory)
+    desk = LedgerDesk(AdmissionLedger(books, lease_s, time.monotonic(), patience_s, log.note), log)
+    log.begin(books.snapshot())
+    log.publish()
+    await log.written()
+    return desk
+
+
+async def _wait(event: asyncio.Event, deadline: Deadline) -> None:
+    """For the event, or the deadline."""
+    try:
+        async with asyncio.timeout(deadline.remaining_s):
+            await event.wait()
+    except TimeoutError:
+        return
