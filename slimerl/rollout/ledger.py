@@ -8,9 +8,9 @@ where its own is lost or has said that it has none; while that is not known, it 
 it for as long as it reports: of one that fell silent the groups go to others, and it is not heard before it has joined
 anew.
 
-Invariants: a decision is noted before anybody learns of it, and whoever answers a shard or the trainer first waits until
-it is written; positions are admitted in order, each once; whatever is lost, repeated or late on the way, or which
-process ends when, every sample that the trainer gets is trained once.
+Invariants: a decision is noted before anybody learns of it, and whoever answers a shard or the trainer waits until that
+is written; positions are admitted in order, each once; whatever is lost, repeated or late on the way, or which process
+ends when, every sample that the trainer gets is trained once.
 """
 
 from collections.abc import Callable, Iterable
