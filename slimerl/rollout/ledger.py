@@ -86,7 +86,9 @@ class AdmissionLedger:
     _until_s: dict[int, float] = field(default_factory=dict)
     """When the lease of a shard ends; of those that are not lost."""
     _room: dict[int, int] = field(default_factory=dict)
-    """Groups that a shard would take beside what it was given; of those that have reported to this process."""
+    """Groups that a shard would take beside what it was given; of those that have reported since they joined, or since
+    this process has begun. No other is given any: what it has still to tell may be of an earlier order for the same
+    group, and its first report has all of that."""
 
     def __post_init__(self) -> None:
         patience_s = self.lease_s if self.patience_s is None else self.patience_s

@@ -35,8 +35,6 @@ class LedgerGroup(msgspec.Struct, array_like=True):
     settled: Settled | None = None
     step: int | None = None
     """Of the batch that it is in."""
-    made: int = 0
-    """Number of the order to make it; 0: its shard held it when it joined."""
 
 
 class ShardBooks(msgspec.Struct, array_like=True):
@@ -236,11 +234,10 @@ class LedgerBooks:
         # behind all others: to the rule of admission it is as one that was dropped, and another begun
         self.groups[position] = group
         self._order(shard, Make(position, self.gate.version))
-        group.made = self.shards[shard].ordered
 
     def _book(self, shard: int, event: Event) -> None:
         group = self.groups.get(event.position)
-        if group is None or group.shard != shard or group.settled is not None or group.made != event.made:
+        if group is None or group.shard != shard or group.settled is not None:
             return  # it was told to forget what this speaks of, and had not read that yet
         if isinstance(event, Returned):
             self._take_from_shard(group)
@@ -263,10 +260,8 @@ class LedgerBooks:
             found = by_position.get(group.position)
             if found is None or group.version != found.version or not _is_of(group, found):
                 self._take_from_shard(group)
-            else:
-                group.made = 0
-                if group.settled is None and found.settled is not None:
-                    self._settle(group, found.settled)
+            elif group.settled is None and found.settled is not None:
+                self._settle(group, found.settled)
         for held in join.held:
             known = self.groups.get(held.position)
             if known is None or known.shard != join.shard:

@@ -9,8 +9,6 @@ that has to join again can say it.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from slimerl.samples.ledger_messages import (
     Event,
     Held,
@@ -39,8 +37,6 @@ class ShardLink:
     _heard: int = 0
     _events: list[Event] = field(default_factory=list)
     """Those after `_heard`."""
-    _made: dict[int, int] = field(default_factory=dict)
-    """Number of the order to make a group; none of those held when it joined."""
 
     def hold(self, held: Iterable[Held]) -> None:
         """What a process that was this shard before has left, before the first `join`."""
@@ -50,7 +46,7 @@ class ShardLink:
         """To send until the ledger has replied; the same as long as it is for the same incarnation."""
         if self._join is None:
             self._join = ShardJoin(self.shard, self.incarnation, list(self.held.values()))
-            self._seen, self._heard, self._events, self._made = 0, 0, [], {}
+            self._seen, self._heard, self._events = 0, 0, []
         return self._join
 
     def fenced(self, given: int, incarnation: int) -> None:
@@ -91,7 +87,6 @@ class ShardLink:
     def settled(self, event: Settled) -> None:
         """All samples of a group that is held are judged or dropped."""
         held = self.held.pop(event.position)
-        event = msgspec.structs.replace(event, made=self._made.pop(event.position, 0))
         if event.samples:
             self.held[event.position] = Held(held.position, held.version, event)
         self._events.append(event)
@@ -99,17 +94,15 @@ class ShardLink:
     def returned(self, position: int) -> None:
         """A group that is held is given back."""
         del self.held[position]
-        self._events.append(Returned(position, self._made.pop(position, 0)))
+        self._events.append(Returned(position))
 
     def _note(self, order: Order) -> None:
         match order:
             case Make(position=position, version=version):
                 self.held[position] = Held(position, version)
-                self._made[position] = self._seen
             case LetGo(positions=positions):
                 for position in positions:
                     del self.held[position]
             case _:
                 # it may have come to nothing in the meantime
                 self.held.pop(order.position, None)
-                self._made.pop(order.position, None)

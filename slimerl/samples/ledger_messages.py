@@ -15,20 +15,17 @@ from slimerl.samples.messages import SampleMeta
 
 class Settled(msgspec.Struct, frozen=True, tag="s", array_like=True):
     """Each sample of a group has its reward or was dropped. `samples`: those that are left, none where the group came
-    to nothing; `dropped`: how many of the others, by reason; `made`: number of the order to make it, 0 where the shard
-    held it when it joined."""
+    to nothing; `dropped`: how many of the others, by reason."""
 
     position: int
     samples: list[SampleMeta]
     dropped: dict[str, int] = {}
-    made: int = 0
 
 
 class Returned(msgspec.Struct, frozen=True, tag="r", array_like=True):
     """The shard has nothing of the group any more: it is to be made elsewhere."""
 
     position: int
-    made: int = 0
 
 
 Event = Settled | Returned

@@ -185,6 +185,26 @@ def test_batches_are_taken_and_trained_in_order_and_once():
     assert ledger.counts().trained == GROUPS * SIZE
 
 
+def test_what_is_told_again_is_passed_over_however_late_it_comes():
+    ledger = empty_ledger(1, staleness=1)
+    [link] = joined(ledger, 1)
+    join = link.join()
+    ledger.advance(0)
+    talk(ledger, link)
+    link.settled(outcome(0, 0, 0))
+    early = link.report(PLENTY)
+    link.take(ledger.report(early, 0.0))
+    link.settled(outcome(1, 0, 0))
+    talk(ledger, link)
+    before = ledger.counts()
+    assert ledger.report(early, 0.0).heard == 2
+    assert ledger.join(join, 0.0).incarnation == 1, "and the shard needs no new one"
+    assert ledger.counts() == before
+    link.settled(outcome(2, 0, 0))
+    talk(ledger, link)
+    assert ledger.counts().buffered == 3 * SIZE
+
+
 # --- what the books do where a shard is lost
 
 

@@ -39,7 +39,6 @@ class _Told:
 
     owner: int | None
     version: int
-    made: int
     outcome: Settled | None = None
     step: int | None = None
     trained: bool = False
@@ -59,8 +58,6 @@ class BruteForce:
     """Reads the whole log again each time; keeps no counter."""
 
     groups: dict[int, _Told] = field(default_factory=dict)
-    orders: Counter[int] = field(default_factory=Counter)
-    """Given to each shard since it joined."""
     version: int = -1
 
     def read(self, records: list[LedgerRecord]) -> "BruteForce":
@@ -71,12 +68,10 @@ class BruteForce:
     def _read(self, record: LedgerRecord) -> None:
         match record:
             case Assigned(position=position, shard=shard):
-                self.orders[shard] += 1
-                self.groups[position] = _Told(shard, self.version, self.orders[shard])
+                self.groups[position] = _Told(shard, self.version)
             case Booked(shard=shard, event=event):
                 group = self.groups.get(event.position)
-                known = group is not None and group.lives and group.owner == shard and group.outcome is None
-                if known and group.made == event.made:
+                if group is not None and group.lives and group.owner == shard and group.outcome is None:
                     if isinstance(event, Returned):
                         group.forget()
                     else:
@@ -98,7 +93,6 @@ class BruteForce:
             case BatchEnded(step=step):
                 for group in self._of(step):
                     group.trained = True
-                self.orders.update({group.owner for group in self._of(step)} - {None})
             case _:
                 self.version = record.version
 
@@ -114,11 +108,9 @@ class BruteForce:
             done = found.settled.samples if found is not None and found.settled is not None else None
             known = group.outcome.samples if group.outcome is not None else done
             if found is not None and found.version == group.version and done == known:
-                group.owner, group.outcome, group.made = join.shard, group.outcome or found.settled, 0
+                group.owner, group.outcome = join.shard, group.outcome or found.settled
             elif group.owner == join.shard:
                 group.forget()
-        own = {position for position, group in self.groups.items() if group.lives and group.owner == join.shard}
-        self.orders[join.shard] = len(held.keys() - own)
 
     def counts(self) -> dict[str, Any]:
         outcomes = [group.outcome for group in self.groups.values() if group.outcome is not None]
