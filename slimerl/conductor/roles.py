@@ -28,9 +28,17 @@ def role_commands(spec: RunSpec, spec_file: Path) -> list[RoleCommand]:
     """Every role of the run; engines and rollout only where the algorithm samples."""
     roles = []
     if spec.uses_engines:
-        roles.append(RoleCommand("rollout", [sys.executable, "-m", "slimerl.rollout", str(spec_file)], _threads(1)))
+        roles += [_rollout(spec_file, process) for process in range(spec.rollout.processes)]
         roles += [engine_command(spec, spec_file, index) for index in range(spec.engine.replicas)]
     return [*roles, _trainer(spec, spec_file)]
+
+
+def _rollout(spec_file: Path, process: int) -> RoleCommand:
+    """The first has the name of an only one."""
+    command = [sys.executable, "-m", "slimerl.rollout", str(spec_file)]
+    if process == 0:
+        return RoleCommand("rollout", command, _threads(1))
+    return RoleCommand(f"rollout-{process}", [*command, "--process", str(process)], _threads(1))
 
 
 def engine_command(spec: RunSpec, spec_file: Path, index: int) -> RoleCommand:

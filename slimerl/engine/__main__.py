@@ -21,7 +21,7 @@ from slimerl.engine.registration import RegistrationFailed, register
 from slimerl.resilience import heartbeat
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.resilience.failure_kinds import UNUSABLE_INPUT
-from slimerl.samples.messages import EngineInfo
+from slimerl.samples.messages import EngineInfo, process_of_engine
 from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter
@@ -52,7 +52,7 @@ async def run_role(spec: RunSpec, index: int, node: int = 0, head: str = "") -> 
             say(server, f"healthy after {healthy - started:.1f} s at {server.url}")
             if spec.takes_turns(device is Device.CUDA):
                 await leave_gpus(server, spec.deadlines.start_s)
-            await _register_while_running(spec, server)
+            await _register_while_running(spec, server, index)
             serving = time.monotonic()
             trace.add("register", healthy, serving, "server")
             say(server, "registered with the rollout role")
@@ -77,10 +77,11 @@ async def leave_gpus(server: Server, timeout_s: float) -> None:
     say(server, "gave its memory up to the trainer")
 
 
-async def _register_while_running(spec: RunSpec, server: Server) -> None:
+async def _register_while_running(spec: RunSpec, server: Server, index: int) -> None:
     info = EngineInfo(server.engine_id, server.url, server.admin_key, spec.engine.tensor_parallel)
     deadline = Deadline(f"the rollout role to take {server.engine_id}", spec.deadlines.start_s)
-    registration = asyncio.create_task(register(info, spec.run_dir, deadline))
+    process = process_of_engine(index, spec.rollout.processes)
+    registration = asyncio.create_task(register(info, spec.run_dir, deadline, process))
     try:
         while not registration.done():
             server.check_running()

@@ -12,7 +12,7 @@ import msgspec
 
 from slimerl.resilience.deadline import Deadline
 from slimerl.samples import messages
-from slimerl.samples.messages import ADDRESS_FILE, TOKEN_HEADER, EngineInfo, Refusal
+from slimerl.samples.messages import TOKEN_HEADER, EngineInfo, Refusal, address_file
 
 _RETRY_S = 0.2
 _ATTEMPT_TIMEOUT_S = 10.0
@@ -22,8 +22,11 @@ class RegistrationFailed(RuntimeError):
     """The rollout role refused the engine."""
 
 
-async def register(info: EngineInfo, run_dir: Path, deadline: Deadline) -> None:
+async def register(info: EngineInfo, run_dir: Path, deadline: Deadline, process: int = 0) -> None:
     """Register until accepted.
+
+    Args:
+        process: number of the rollout process that is to have the engine.
 
     Raises:
         RegistrationFailed: the control service refused.
@@ -31,19 +34,19 @@ async def register(info: EngineInfo, run_dir: Path, deadline: Deadline) -> None:
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ATTEMPT_TIMEOUT_S)) as session:
         while True:
-            problem = await _attempt(session, info, run_dir)
+            problem = await _attempt(session, info, run_dir, process)
             if problem is None:
                 return
             deadline.check(problem)
             await asyncio.sleep(_RETRY_S)
 
 
-async def _attempt(session: aiohttp.ClientSession, info: EngineInfo, run_dir: Path) -> str | None:
+async def _attempt(session: aiohttp.ClientSession, info: EngineInfo, run_dir: Path, process: int) -> str | None:
     """None on success, else why another attempt may help."""
     try:
-        address = messages.read_address(run_dir)
+        address = messages.read_address(run_dir, process)
     except FileNotFoundError:
-        return f"{run_dir / ADDRESS_FILE} is not there: has the rollout role started?"
+        return f"{run_dir / address_file(process)} is not there: has the rollout role started?"
     url = address.url.rstrip("/") + messages.Path.REGISTER_ENGINE
     try:
         async with session.post(url, data=messages.encode(info), headers={TOKEN_HEADER: address.token}) as response:

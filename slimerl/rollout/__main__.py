@@ -1,4 +1,4 @@
-"""The rollout role: `python -m slimerl.rollout SPEC [KEY=VALUE]…`.
+"""The rollout role: `python -m slimerl.rollout SPEC [--process NUMBER] [KEY=VALUE]…`.
 
 Flows in: the spec, its data and tokenizer. Flows out: the control service, announced in RUN_DIR/rollout.json.
 Ends with 0 on SIGTERM or `/shutdown`, with 2 where spec, data or tokenizer cannot be used.
@@ -12,11 +12,12 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 from aiohttp import web
@@ -32,28 +33,32 @@ from slimerl.rollout.agents.build import RunningAgent, announced, build_agent
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients, Engines
 from slimerl.rollout.evaluation import Evaluation, HeldOutSet
+from slimerl.rollout.front import ShardService
 from slimerl.rollout.full_collections import defer_full_collections
 from slimerl.rollout.gateway.build import GATEWAY_FILE, build_gateway
 from slimerl.rollout.gateway.external import ExternalAgents
 from slimerl.rollout.gateway.front import Gateway, listening
-from slimerl.rollout.journal_file import JOURNAL_DIR, JournalFile, read_journal
+from slimerl.rollout.journal_file import JournalFile, read_journal
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.kv_fleet import EngineModel
 from slimerl.rollout.kv_memory import Memory
 from slimerl.rollout.kv_router import KvRouter
+from slimerl.rollout.ledger_desk import LedgerDesk
 from slimerl.rollout.loop_lag import LoopLag
 from slimerl.rollout.parts import Parts
 from slimerl.rollout.prompts import Prompt, PromptStream, read_rows, tokenize_rows
 from slimerl.rollout.router import LeastLoaded, Router
 from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
 from slimerl.rollout.service import ControlService
+from slimerl.rollout.several import build_service, journal_of, ledger_of, line_of, ordered
+from slimerl.rollout.shard_scheduler import ShardScheduler
 from slimerl.rollout.speculation.dispatcher import Speculation, SpeculativeDispatcher
 from slimerl.rollout.speculation.drafts_file import DraftsFile
 from slimerl.rollout.speculation.engine_drafts import EngineDrafts, WatchedDispatcher
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.rollout.weights import WeightHold
 from slimerl.samples.journal import JournalDamaged
-from slimerl.samples.messages import ADDRESS_FILE, ServiceAddress
+from slimerl.samples.messages import ServiceAddress, address_file
 from slimerl.samples.rows import DataError
 from slimerl.samples.store import SampleStore
 from slimerl.spec import RunSpec, SpecError, load_spec
@@ -82,12 +87,12 @@ class Inputs:
     """As `evaluation.sets`."""
 
 
-def main(spec: RunSpec) -> int:
-    """Run the role to its end; returns its exit code."""
+def main(spec: RunSpec, process: int = 0) -> int:
+    """Run the role to its end; returns its exit code. Args: `process`: its number, where the run has several."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(serve(spec))
+            runner.run(serve(spec, process))
     except (DataError, TokenizerError, CustomFunctionError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -106,12 +111,13 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def serve(spec: RunSpec) -> None:
+async def serve(spec: RunSpec, process: int = 0) -> None:
     """Serve until SIGTERM, SIGINT or `/shutdown`."""
     token = secrets.token_hex(16)
     ended = asyncio.Event()
-    trace.start(spec.run_dir, "rollout")
-    alive = heartbeat.start_of_loop(spec.run_dir, "rollout", spec.deadlines.stall_s)
+    name = f"rollout-{process}" if process else "rollout"
+    trace.start(spec.run_dir, name)
+    alive = heartbeat.start_of_loop(spec.run_dir, name, spec.deadlines.stall_s)
     reward, agent = build_reward(spec.reward), build_agent(spec.agent)
     try:
         # All take seconds; none needs the other.
@@ -122,8 +128,17 @@ async def serve(spec: RunSpec) -> None:
         # Not before: until here a signal ends the process at once, and its workers with it.
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        async with _service(spec, inputs, reward, agent, token, ended) as service, _listening(spec, service, token):
-            await _until_ended(ended, service, ResourceMeter(spec.run_dir, "rollout"))
+        async with AsyncExitStack() as stack:
+            desk = None
+            if spec.rollout.processes > 1:
+                desk = await stack.enter_async_context(ledger_of(spec, process))
+            built = _service(spec, inputs, reward, agent, token, ended, process, desk)
+            service = await stack.enter_async_context(built)
+            beside: list[Coroutine[Any, Any, None]] = [] if desk is None else [desk.watch()]
+            if isinstance(service, ShardService):
+                beside.append((await stack.enter_async_context(line_of(spec, service, desk))).run())
+            await stack.enter_async_context(_listening(spec, service, token, process))
+            await _until_ended(ended, service, ResourceMeter(spec.run_dir, name), beside)
     finally:
         await asyncio.gather(reward.close(), agent.close())
         alive.cancel()
@@ -131,10 +146,15 @@ async def serve(spec: RunSpec) -> None:
     logger.info("ended")
 
 
-async def _until_ended(ended: asyncio.Event, service: ControlService, resources: ResourceMeter) -> None:
+async def _until_ended(
+    ended: asyncio.Event,
+    service: ControlService,
+    resources: ResourceMeter,
+    beside: Sequence[Coroutine[Any, Any, None]],
+) -> None:
     """Wait for the end, or raise what ended the scheduler or a meter."""
     waiting = asyncio.ensure_future(ended.wait())
-    watched = (service.scheduler.run(), service.lag.watch(), resources.watch())
+    watched = (service.scheduler.run(), service.lag.watch(), resources.watch(), *beside)
     running = [asyncio.ensure_future(each) for each in watched]
     try:
         done, _ = await asyncio.wait([waiting, *running], return_when=asyncio.FIRST_COMPLETED)
@@ -162,7 +182,14 @@ def read_inputs(spec: RunSpec) -> Inputs:
 
 @asynccontextmanager
 async def _service(
-    spec: RunSpec, inputs: Inputs, reward: RunningReward, agent: RunningAgent, token: str, ended: asyncio.Event
+    spec: RunSpec,
+    inputs: Inputs,
+    reward: RunningReward,
+    agent: RunningAgent,
+    token: str,
+    ended: asyncio.Event,
+    process: int,
+    desk: LedgerDesk | None,
 ) -> AsyncIterator[ControlService]:
     """The parts, put together."""
     rollout, training = spec.rollout, spec.training
@@ -178,7 +205,15 @@ async def _service(
         rollout.top_p,
         stop_token_ids=inputs.tokenizer.stop_token_ids,
     )
-    scheduler = Scheduler(
+    gate = StalenessGate(
+        training.prompts_per_step, rollout.max_staleness, training.steps, oversample=rollout.oversample
+    )
+    prompts = PromptStream(inputs.train, spec.seed)
+    build: Callable[..., Scheduler] = Scheduler
+    if rollout.processes > 1:
+        gate, prompts, link = ordered(spec, process, inputs.train)
+        build = partial(ShardScheduler, link=link)
+    scheduler = build(
         SchedulerSettings(
             training.prompts_per_step,
             rollout.samples_per_prompt,
@@ -189,29 +224,34 @@ async def _service(
             spec.algorithm.dynamic_sampling_rounds,
             routing=spec.algorithm.routing_replay == "r3",
         ),
-        PromptStream(inputs.train, spec.seed),
-        StalenessGate(training.prompts_per_step, rollout.max_staleness, training.steps, oversample=rollout.oversample),
+        prompts,
+        gate,
         SampleStore(smallest_group=min(2, rollout.samples_per_prompt)),
         dispatcher,
         judge,
         loop,
-        journal=JournalFile(spec.run_dir / JOURNAL_DIR),
+        journal=JournalFile(journal_of(spec, process)),
         max_buffered_bytes=rollout.max_buffered_gib * 2**30,
     )
-    weights = WeightHold(dispatcher, clients, spec.engine.replicas, spec.deadlines.start_s, on_update=rollout.on_update)
+    replicas = len(range(process, spec.engine.replicas, rollout.processes))
+    weights = WeightHold(dispatcher, clients, replicas, spec.deadlines.start_s, on_update=rollout.on_update)
     held_out = _evaluation_params(spec, params)
     sets = _held_out_sets(spec, inputs, params)
     evaluation = Evaluation(inputs.held_out, held_out, spec.seed, dispatcher, judge, loop, sets)
     lag = LoopLag()
-    service = ControlService(token, router, clients, scheduler, weights, evaluation, lag, speculation, shutdown=ended)
+    parts = (token, router, clients, scheduler, weights, evaluation, lag, speculation)
+    if rollout.processes > 1:
+        service: ControlService = build_service(desk, spec, *parts, shutdown=ended)
+    else:
+        service = ControlService(*parts, shutdown=ended)
     try:
         async with AsyncExitStack() as stack:
             if isinstance(loop, ExternalAgents):
-                parts = Parts(params, spec.seed, rollout.chunk_tokens)
-                gateway = await build_gateway(spec, inputs.tokenizer, loop, dispatcher, parts)
+                own = Parts(params, spec.seed, rollout.chunk_tokens)
+                gateway = await build_gateway(spec, inputs.tokenizer, loop, dispatcher, own)
                 service.figures = gateway.take_figures
                 await stack.enter_async_context(_gateway_listening(spec, gateway))
-            await _take_over(spec, scheduler)
+            await _take_over(journal_of(spec, process), scheduler)
             yield service
     finally:
         await weights.close()
@@ -222,14 +262,14 @@ async def _service(
             scheduler.journal.close()
 
 
-async def _take_over(spec: RunSpec, scheduler: Scheduler) -> None:
+async def _take_over(directory: Path, scheduler: Scheduler) -> None:
     """From the process before, where one ended in this start of the run; the journal is this one's from then on.
 
     Raises:
         JournalDamaged, OSError, DataError: what it held cannot be known, or is of other prompts.
     """
     assert scheduler.journal is not None
-    recovered = await asyncio.to_thread(read_journal, spec.run_dir / JOURNAL_DIR)
+    recovered = await asyncio.to_thread(read_journal, directory)
     if recovered is not None:
         logger.info("taking over from the journal of a process that ended")
         scheduler.recover(recovered)
@@ -291,11 +331,11 @@ def _held_out_sets(spec: RunSpec, inputs: Inputs, params: SamplingParams) -> lis
 
 
 @asynccontextmanager
-async def _listening(spec: RunSpec, service: ControlService, token: str) -> AsyncIterator[None]:
+async def _listening(spec: RunSpec, service: ControlService, token: str, process: int) -> AsyncIterator[None]:
     """Bound as `cluster.network` says, and announced in the run directory."""
     runner = web.AppRunner(service.application(), access_log=None, shutdown_timeout=GRACE_S)
     await runner.setup()
-    address_path = spec.run_dir / ADDRESS_FILE
+    address_path = spec.run_dir / address_file(process)
     try:
         host = own_address(spec.cluster.network)
         await web.TCPSite(runner, host, spec.rollout.port).start()
@@ -333,10 +373,20 @@ def announce(path: Path, address: ServiceAddress) -> None:
     part.replace(path)
 
 
-def _spec_from_arguments(arguments: list[str]) -> RunSpec:
+def _spec_from_arguments(arguments: list[str]) -> tuple[RunSpec, int]:
+    """And the number of the process."""
+    usage = "usage: python -m slimerl.rollout SPEC [--process NUMBER] [KEY=VALUE]..."
     if not arguments:
-        raise SpecError("usage: python -m slimerl.rollout SPEC [KEY=VALUE]...")
-    return load_spec(Path(arguments[0]), arguments[1:])
+        raise SpecError(usage)
+    process, rest = 0, arguments[1:]
+    if rest[:1] == ["--process"]:
+        if len(rest) < 2 or not rest[1].isdigit():
+            raise SpecError(usage)
+        process, rest = int(rest[1]), rest[2:]
+    spec = load_spec(Path(arguments[0]), rest)
+    if process >= spec.rollout.processes:
+        raise SpecError(f"there is no rollout process {process}: rollout.processes = {spec.rollout.processes}")
+    return spec, process
 
 
 def _leave(code: int) -> NoReturn:
@@ -355,4 +405,4 @@ if __name__ == "__main__":
     except SpecError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    _leave(main(loaded))
+    _leave(main(*loaded))

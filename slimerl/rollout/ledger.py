@@ -29,6 +29,7 @@ from slimerl.rollout.ledger_books import (
     LedgerRecord,
     Lost,
     ShardBooks,
+    Snapshot,
 )
 from slimerl.rollout.shares import shards_from
 from slimerl.samples.books import Counts, StoreError
@@ -60,6 +61,8 @@ class LedgerBatch:
     positions: tuple[int, ...]
     samples: tuple[SampleMeta, ...]
     shards: dict[str, int]
+    notes: dict[str, bytes]
+    """Of each group, by its id."""
 
 
 def unheard(_: LedgerRecord) -> None:
@@ -217,6 +220,13 @@ class AdmissionLedger:
         self._record(BatchEnded(step))
         self._hand_out()
 
+    def restore(self, snapshot: Snapshot) -> None:
+        """Begin with the books of an earlier run. Raises StoreError: groups were admitted already."""
+        if self.books.cursor:
+            raise StoreError(f"{self.books.cursor} groups were admitted already; books are taken over before the first")
+        self._record(snapshot)
+        self._hand_out()
+
     def counts(self) -> Counts:
         return self.books.counts()
 
@@ -286,11 +296,13 @@ class AdmissionLedger:
         positions = sorted(self.books.batches[step])
         samples: list[SampleMeta] = []
         shards: dict[str, int] = {}
+        notes: dict[str, bytes] = {}
         for group in map(self.books.groups.__getitem__, positions):
             if group.settled is not None and group.shard is not None:
                 samples += group.settled.samples
-                shards[group.settled.samples[0].group_id] = group.shard
-        return LedgerBatch(step, tuple(positions), tuple(samples), shards)
+                name = group.settled.samples[0].group_id
+                shards[name], notes[name] = group.shard, group.settled.notes
+        return LedgerBatch(step, tuple(positions), tuple(samples), shards, notes)
 
 
 def replayed(records: Iterable[LedgerRecord], gate: StalenessGate, samples_per_group: int, shards: int) -> LedgerBooks:

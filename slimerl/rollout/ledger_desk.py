@@ -8,6 +8,7 @@ Invariant: what was decided is written before anybody is told of it, and a proce
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from aiohttp import web
 
 from slimerl.resilience.deadline import Deadline
 from slimerl.rollout.admission import StalenessGate
+from slimerl.rollout.group_notes import batch_figures
 from slimerl.rollout.journal_file import JournalFile, read_records
 from slimerl.rollout.ledger import AdmissionLedger, Fenced, replayed
 from slimerl.rollout.ledger_books import LedgerRecord
@@ -40,8 +42,13 @@ class LedgerDesk:
     log: JournalFile
     changed: Callable[[], None] = lambda: None
     clock: Callable[[], float] = time.monotonic
+    heard: dict[int, ShardReport] = field(default_factory=dict)
+    """The last report of each shard."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     """Of this moment; another takes its place once it is set."""
+    _figures: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Of the last batch that was handed out, by its step."""
+    _dropped_before: Counter[str] = field(default_factory=Counter)
 
     def routes(self) -> list[web.RouteDef]:
         """Of the control service, which turns errors into refusals."""
@@ -65,10 +72,11 @@ class LedgerDesk:
                 reply = self.ledger.join(message, self.clock())
             else:
                 reply = self.ledger.report(message, self.clock())
+                self.heard[message.shard] = message
         except Fenced as error:
             logger.warning("%s", error)
             return NotHeard(error.given, error.incarnation)
-        await self._told()
+        await self.tell()
         if isinstance(message, ShardReport) and not (reply.orders or message.events):
             return await self._when_ordered(message)
         return reply
@@ -76,21 +84,36 @@ class LedgerDesk:
     async def advance(self, version: int) -> None:
         """Engines serve `version`. Raises GateError."""
         self.ledger.advance(version)
-        await self._told()
+        await self.tell()
 
-    async def next_batch(self, step: int, timeout_s: float) -> BatchManifest:
-        """Wait for the batch of a step. Raises StoreError, LedgerError, DeadlineExceeded."""
-        deadline = Deadline(f"the batch of step {step}", timeout_s)
-        while True:
-            news = self._news
-            batch = self.ledger.take_batch(step)
-            if batch is not None:
-                await self._told()
-                return BatchManifest(name_of_batch(step), step, list(batch.samples), {}, batch.shards)
-            deadline.check(self._what_is_missing())
-            await _wait(news, deadline)
+    def take_batch(self, step: int) -> BatchManifest | None:
+        """The batch of a step; None while it is not complete. `tell` is to be waited for before it is handed out.
 
-    def _what_is_missing(self) -> str:
+        Raises:
+            StoreError: it was trained already.
+            LedgerError: it is not the next one, or behind the last step of the run.
+        """
+        batch = self.ledger.take_batch(step)
+        if batch is None:
+            return None
+        if step not in self._figures:
+            dropped = Counter(self.ledger.counts().dropped)
+            version = self.ledger.books.gate.version
+            figures = batch_figures(batch.samples, batch.notes, dropped - self._dropped_before, version)
+            self._dropped_before, self._figures = dropped, {step: figures}
+        return BatchManifest(name_of_batch(step), step, list(batch.samples), self._figures[step], batch.shards)
+
+    def stopped(self) -> str:
+        """Why nothing more will come of some shard."""
+        return next((f"shard {each.shard}: {each.stopped}" for each in self.heard.values() if each.stopped), "")
+
+    def unsynced(self) -> list[str]:
+        """Engines of all shards that have registered since the last sync."""
+        present = self.ledger.books.shards
+        return [name for number, each in self.heard.items() if not present[number].lost for name in each.unsynced]
+
+    def what_is_missing(self) -> str:
+        """Of the next batch."""
         books = self.ledger.books
         return (
             f"{books.ready()} of {books.gate.groups_per_step} groups ready, {len(books.groups) - books.settled} under "
@@ -103,7 +126,7 @@ class LedgerDesk:
         self.ledger.trained(step)
         if self.log.is_long:
             self.log.begin(self.ledger.books.snapshot())
-        await self._told()
+        await self.tell()
 
     async def watch(self) -> None:
         """Take from shards that have fallen silent what they hold; until cancelled."""
@@ -116,13 +139,13 @@ class LedgerDesk:
             if lost := self.ledger.expire(self.clock()):
                 silent_s = self.ledger.lease_s
                 logger.error("nothing was heard of shards %s for %g s; others make their groups", lost, silent_s)
-                await self._told()
+                await self.tell()
 
     def close(self) -> None:
         self.log.close()
 
-    async def _told(self) -> None:
-        """Once it is written, whoever waits may know."""
+    async def tell(self) -> None:
+        """Once what was decided is written, whoever waits may know."""
         await self.log.written()
         self._news.set()
         self._news = asyncio.Event()

@@ -54,6 +54,7 @@ class LedgerLine:
         room: groups that are welcome beside those held.
         carry_out: called with each order.
         journaled: waits until the shard's journal has all that happened.
+        stopped, unsynced: as in `ShardReport`.
     """
 
     link: ShardLink
@@ -62,6 +63,8 @@ class LedgerLine:
     carry_out: Callable[[Order], None]
     patience_s: float
     journaled: Callable[[], Awaitable[None]] = _nothing
+    stopped: Callable[[], str] = str
+    unsynced: Callable[[], list[str]] = list
     _lease_s: float = 0.0
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -85,7 +88,9 @@ class LedgerLine:
         """One message and its reply. While the ledger has nothing to say, news of this side come before it."""
         self._wake.clear()
         wait_s = 0.0 if self.link.has_news else (self._lease_s * SILENCE or FIRST_WAIT_S)
-        message = self.link.report(self.room(), wait_s) if self.link.joined else self.link.join()
+        message: ShardJoin | ShardReport = self.link.join()
+        if self.link.joined:
+            message = self.link.report(self.room(), wait_s, self.stopped(), self.unsynced())
         await self.journaled()
         asking = asyncio.ensure_future(self.ask(message))
         waking = asyncio.ensure_future(self._wake.wait())

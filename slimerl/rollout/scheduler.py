@@ -409,3 +409,8 @@ def _sample(drawn: Drawn, sample_id: str) -> Sample:
 def name_of_batch(step: int) -> str:
     """Of the batch of a step."""
     return f"step-{step}"
+
+
+def step_of_batch(batch_id: str) -> int:
+    """The way back from `name_of_batch`."""
+    return int(batch_id.removeprefix("step-"))

@@ -6,7 +6,7 @@ Invariant: an event is told until the ledger has it in its books; `held` is what
 that has to join again can say it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slimerl.samples.ledger_messages import (
@@ -56,10 +56,11 @@ class ShardLink:
         self.incarnation = max(given, incarnation) + 1
         self.joined, self._join = False, None
 
-    def report(self, room: int, wait_s: float = 0.0) -> ShardReport:
+    def report(self, room: int, wait_s: float = 0.0, stopped: str = "", unsynced: Sequence[str] = ()) -> ShardReport:
         """What the ledger may not know yet. `room`: groups that are welcome beside those held."""
         first, events = self._heard + 1, list(self._events)
-        return ShardReport(self.shard, self.incarnation, self._seen, room, first, events, wait_s)
+        said = (wait_s, stopped, list(unsynced))
+        return ShardReport(self.shard, self.incarnation, self._seen, room, first, events, *said)
 
     @property
     def has_news(self) -> bool:

@@ -13,14 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slimerl.rollout.admission import StalenessGate
+from slimerl.rollout.group_notes import pack_notes
 from slimerl.rollout.prompts import Drawn, PromptStream
 from slimerl.rollout.scheduler import Scheduler, name_of_batch
 from slimerl.rollout.shard_link import ShardLink
-from slimerl.rollout.statistics import trace_groups
+from slimerl.rollout.statistics import GroupRecord, tokens_by_version, trace_groups
 from slimerl.samples.books import GroupState
 from slimerl.samples.journal import Dropped, Record
 from slimerl.samples.ledger_messages import Held, LetGo, Make, Order, Settled
-from slimerl.samples.messages import EngineState, RolloutState, SavedGroup
+from slimerl.samples.messages import EngineState, RolloutState, SampleMeta, SavedGroup
 from slimerl.samples.rows import DataError
 from slimerl.samples.sample import FORK, TOKEN_BYTES
 
@@ -175,10 +176,22 @@ class ShardScheduler(Scheduler):
             self.ordered.forgetting.discard(position)
             self.wake()
             return
-        self.link.settled(Settled(position, samples, dropped))
+        self.link.settled(Settled(position, samples, dropped, self._notes(group_id, samples)))
         if not samples:
             self._end(group_id, drop=False)
         self.news()
+
+    def _notes(self, group_id: str, samples: list[SampleMeta]) -> bytes:
+        tokens = tokens_by_version(self.store.payloads(each.sample_id for each in samples))
+        figures = self.judge.take_figures() | self.dispatcher.take_figures()
+        return pack_notes(self._records.get(group_id) or GroupRecord(), tokens, figures)
+
+    def unsynced(self) -> list[str]:
+        """Engines that have registered since the last sync."""
+        router = self.dispatcher.router
+        if router.version < 0 or self.dispatcher.held:
+            return []
+        return [one.engine_id for one in router.engines() if one.state is EngineState.JOINING]
 
     def _let_go(self, step: int, positions: list[int]) -> None:
         names = [self._names[position] for position in positions]

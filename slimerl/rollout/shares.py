@@ -1,6 +1,6 @@
 """Which rollout process has what, where a run has several. Pure.
 
-Flows in: positions of groups, names of sessions, numbers of engines. Flows out: the number of a shard, from 0 on.
+Flows in: positions of groups, names of sessions. Flows out: the number of a shard, from 0 on.
 Invariant: it depends on nothing but these and how many shards there are, so that every process says the same.
 """
 
@@ -23,8 +23,3 @@ def shards_from(position: int, shards: int) -> Iterator[int]:
 def shard_of_session(session_id: str, shards: int) -> int:
     """Of a session of an agent program, which may have chosen the name."""
     return xxhash.xxh64_intdigest(session_id.encode()) % shards
-
-
-def shard_of_engine(index: int, shards: int) -> int:
-    """Of the engine `engine-INDEX`."""
-    return index % shards

@@ -20,6 +20,8 @@ class Settled(msgspec.Struct, frozen=True, tag="s", array_like=True):
     position: int
     samples: list[SampleMeta]
     dropped: dict[str, int] = {}
+    notes: bytes = b""
+    """What the shard has noted of it, for the figures of its batch."""
 
 
 class Returned(msgspec.Struct, frozen=True, tag="r", array_like=True):
@@ -83,6 +85,10 @@ class ShardReport(msgspec.Struct, frozen=True):
     events: list[Event] = []
     wait_s: float = 0.0
     """The reply may take so long where there is nothing to order."""
+    stopped: str = ""
+    """Why nothing more will come of this shard."""
+    unsynced: list[str] = []
+    """Engines of the shard that have registered since the last sync."""
 
 
 class NotHeard(msgspec.Struct, frozen=True, tag=True):

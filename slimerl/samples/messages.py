@@ -53,6 +53,11 @@ def address_file(shard: int = 0) -> str:
     return f"rollout-{shard}.json" if shard else ADDRESS_FILE
 
 
+def process_of_engine(index: int, processes: int) -> int:
+    """Number of the rollout process that has the engine `engine-INDEX`."""
+    return index % processes
+
+
 def read_address(run_dir: FilePath, shard: int = 0) -> ServiceAddress:
     """Of a rollout process of a run. Raises OSError: it has not announced itself, or what is there is no address."""
     file = run_dir / address_file(shard)

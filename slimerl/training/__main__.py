@@ -150,8 +150,11 @@ def run_rank(spec: RunSpec) -> None:
 
 def _connected(spec: RunSpec) -> "RolloutClient":
     from slimerl.training.rollout_client import RolloutClient
+    from slimerl.training.several_rollouts import SeveralRollouts
 
     deadline = Deadline("the rollout role to announce itself", spec.deadlines.start_s)
+    if spec.rollout.processes > 1:
+        return SeveralRollouts.connect_all(spec.run_dir, deadline, spec.deadlines.request_s, spec.rollout.processes)
     return RolloutClient.connect(spec.run_dir, deadline, spec.deadlines.request_s)
 
 

@@ -17,7 +17,6 @@ import msgspec
 
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.samples.messages import (
-    ADDRESS_FILE,
     TOKEN_HEADER,
     BatchManifest,
     BatchTrained,
@@ -36,6 +35,7 @@ from slimerl.samples.messages import (
     ServiceAddress,
     Status,
     SyncWanted,
+    address_file,
     decode,
     encode,
     read_address,
@@ -58,21 +58,25 @@ class RolloutClient:
     def __init__(self, address: ServiceAddress, request_s: float, run_dir: Path | None = None) -> None:
         """Args: `request_s`: bound of a call that does not bring its own; `run_dir`: where other rollout processes of
         the run announce themselves."""
+        self.address = address
         parts = urlsplit(address.url)
         self._host, self._port, self._token = parts.hostname or "", parts.port or 80, address.token
         self._request_s, self._run_dir = request_s, run_dir
 
     @staticmethod
-    def connect(run_dir: Path, deadline: Deadline, request_s: float) -> "RolloutClient":
+    def connect(run_dir: Path, deadline: Deadline, request_s: float, process: int = 0) -> "RolloutClient":
         """Wait until the rollout role has announced itself and answers.
+
+        Args:
+            process: its number, where there are several.
 
         Raises:
             DeadlineExceeded: says whether the address file was missing, or what became of the last call.
         """
-        file = run_dir / ADDRESS_FILE
+        file = run_dir / address_file(process)
         while True:
             try:
-                client = RolloutClient(read_address(run_dir), request_s, run_dir)
+                client = RolloutClient(read_address(run_dir, process), request_s, run_dir)
                 client.health()
             except FileNotFoundError:
                 deadline.check(f"{file} is not there")

@@ -21,9 +21,10 @@ from ledger_scene import (
 from slimerl.rollout.admission import choose_batch
 from slimerl.rollout.ledger import Fenced, LedgerError
 from slimerl.rollout.shard_link import ShardLink
-from slimerl.rollout.shares import shard_of_engine, shard_of_session
+from slimerl.rollout.shares import shard_of_session
 from slimerl.samples.books import GroupView, StoreError
 from slimerl.samples.ledger_messages import Held, LedgerReply, LetGo, Make, Settled, ShardJoin, ShardReport, Void
+from slimerl.samples.messages import process_of_engine
 
 # --- which shard makes which group
 
@@ -271,7 +272,7 @@ def test_sessions_spread_over_shards_by_their_names_alone():
     homes = [shard_of_session(f"session-{number}", 4) for number in range(4000)]
     assert homes == [shard_of_session(f"session-{number}", 4) for number in range(4000)]
     assert all(900 < homes.count(shard) < 1100 for shard in range(4))
-    assert [shard_of_engine(index, 2) for index in range(5)] == [0, 1, 0, 1, 0]
+    assert [process_of_engine(index, 2) for index in range(5)] == [0, 1, 0, 1, 0]
 
 
 def test_orders_and_replies_survive_the_wire():

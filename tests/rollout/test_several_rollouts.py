@@ -43,7 +43,7 @@ class Fleet:
         await self.desk.advance(version)
 
     async def take(self, step: int) -> tuple[BatchManifest, Made]:
-        manifest = await self.desk.next_batch(step, PATIENCE_S)
+        manifest = await next_batch(self.desk, step)
         client = RolloutClient(read_address(self.run_dir), PATIENCE_S, self.run_dir)
         ids = [each.sample_id for each in manifest.samples]
         shards = [manifest.shards[each.group_id] for each in manifest.samples]
@@ -56,6 +56,14 @@ class Fleet:
         self.lines[shard].cancel()
         await self.runners[shard].cleanup()
         await self.scenes[shard].scheduler.close()
+
+
+async def next_batch(desk: LedgerDesk, step: int) -> BatchManifest:
+    async with asyncio.timeout(PATIENCE_S):
+        while (manifest := desk.take_batch(step)) is None:
+            await asyncio.sleep(0.005)
+        await desk.tell()
+        return manifest
 
 
 async def told_by(scene: Scene, ask: Any) -> None:
@@ -182,14 +190,14 @@ def test_a_ledger_that_starts_again_goes_on_where_the_one_before_ended(tmp_path)
                 line = asyncio.ensure_future(told_by(scene, desk.hear))
                 await scene.serve(step - 1)
                 await desk.advance(step - 1)
-                manifest = await desk.next_batch(step, PATIENCE_S)
+                manifest = await next_batch(desk, step)
                 line.cancel()
                 await asyncio.gather(line, return_exceptions=True)
                 before = desk.ledger.counts()
                 desk.close()
                 desk = await opened()
                 assert desk.ledger.counts() == before
-                again = await desk.next_batch(step, PATIENCE_S)
+                again = await next_batch(desk, step)
                 assert again == manifest, "the batch is still out"
                 made.append([each.sample_id for each in again.samples])
                 await desk.trained(step)
@@ -232,7 +240,7 @@ def test_a2_a_process_that_is_killed_and_comes_back_in_time_keeps_what_its_journ
                 journal.close()
 
     async def step(desk: LedgerDesk, scene: Scene, number: int) -> list[str]:
-        manifest = await desk.next_batch(number, PATIENCE_S)
+        manifest = await next_batch(desk, number)
         ids = [each.sample_id for each in manifest.samples]
         made[number] = {each.sample_id: (each.tokens, each.versions) for each in scene.store.payloads(ids)}
         await desk.trained(number)
