@@ -28,7 +28,6 @@ from slimerl.resilience import heartbeat
 from slimerl.resilience.processes import die_with_parent
 from slimerl.rewards.build import build_reward, reads_prompt, reads_tokens
 from slimerl.rewards.outcome import RewardUnavailable, RunningReward
-from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.agents.build import RunningAgent, announced, build_agent
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients, Engines
@@ -50,7 +49,7 @@ from slimerl.rollout.prompts import Prompt, PromptStream, read_rows, tokenize_ro
 from slimerl.rollout.router import LeastLoaded, Router
 from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
 from slimerl.rollout.service import ControlService
-from slimerl.rollout.several import build_service, journal_of, ledger_of, line_of, ordered
+from slimerl.rollout.several import gate_of, journal_of, ledger_of, line_of, ordered, service_kind
 from slimerl.rollout.shard_scheduler import ShardScheduler
 from slimerl.rollout.speculation.dispatcher import Speculation, SpeculativeDispatcher
 from slimerl.rollout.speculation.drafts_file import DraftsFile
@@ -205,9 +204,7 @@ async def _service(
         rollout.top_p,
         stop_token_ids=inputs.tokenizer.stop_token_ids,
     )
-    gate = StalenessGate(
-        training.prompts_per_step, rollout.max_staleness, training.steps, oversample=rollout.oversample
-    )
+    gate = gate_of(spec)
     prompts = PromptStream(inputs.train, spec.seed)
     build: Callable[..., Scheduler] = Scheduler
     if rollout.processes > 1:
@@ -239,16 +236,13 @@ async def _service(
     sets = _held_out_sets(spec, inputs, params)
     evaluation = Evaluation(inputs.held_out, held_out, spec.seed, dispatcher, judge, loop, sets)
     lag = LoopLag()
-    parts = (token, router, clients, scheduler, weights, evaluation, lag, speculation)
-    if rollout.processes > 1:
-        service: ControlService = build_service(desk, spec, *parts, shutdown=ended)
-    else:
-        service = ControlService(*parts, shutdown=ended)
+    kind = service_kind(spec, desk)
+    service = kind(token, router, clients, scheduler, weights, evaluation, lag, speculation, shutdown=ended)
     try:
         async with AsyncExitStack() as stack:
             if isinstance(loop, ExternalAgents):
-                own = Parts(params, spec.seed, rollout.chunk_tokens)
-                gateway = await build_gateway(spec, inputs.tokenizer, loop, dispatcher, own)
+                parts = Parts(params, spec.seed, rollout.chunk_tokens)
+                gateway = await build_gateway(spec, inputs.tokenizer, loop, dispatcher, parts)
                 service.figures = gateway.take_figures
                 await stack.enter_async_context(_gateway_listening(spec, gateway))
             await _take_over(journal_of(spec, process), scheduler)

@@ -2,8 +2,8 @@
 
 Flows in: as of `ControlService`; of the others, weights, engines and payloads alone. Flows out: batches of all shards,
 the books of the whole run, and its state for a checkpoint.
-Invariant: what a checkpoint has of groups that no step has trained is that they are to be made: a run that goes on there
-makes them again, under the same ids and from the same seeds.
+Invariant: of groups that no step has trained a checkpoint has that they are to be made: a run that goes on there makes
+them again, under the same ids and from the same seeds.
 """
 
 import asyncio

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 import msgspec
 
@@ -34,7 +35,9 @@ def pack_notes(record: GroupRecord, tokens: Mapping[int, int], figures: Mapping[
         figures: of all groups of the shard, since the notes before.
     """
     since = time.time() - time.monotonic()
-    fields = {name: _plain(getattr(record, name)) for name in (field.name for field in dataclasses.fields(record))}
+    fields: dict[str, Any] = {
+        name: _plain(getattr(record, name)) for name in (field.name for field in dataclasses.fields(record))
+    }
     fields |= {name: fields[name] + since for name in _TIMES if fields[name] is not None}
     return msgspec.msgpack.encode(_Notes(fields, dict(tokens), dict(figures)))
 

@@ -1,13 +1,13 @@
-"""What a rollout process has where a run has several: its scheduler, its line to the ledger, and in the first the ledger.
+"""What a rollout process has where a run has several: what it makes, its line to the ledger, or the ledger itself.
 
 Flows in: the spec, the process's number, its parts. Flows out: a service, whose tasks are to be run beside it.
 """
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.front import FrontService, ShardService
@@ -15,6 +15,7 @@ from slimerl.rollout.journal_file import JOURNAL_DIR
 from slimerl.rollout.ledger_desk import LedgerDesk, open_ledger
 from slimerl.rollout.ledger_line import Ask, HttpLedger, LedgerLine
 from slimerl.rollout.prompts import Prompt
+from slimerl.rollout.service import ControlService
 from slimerl.rollout.shard_link import ShardLink
 from slimerl.rollout.shard_scheduler import OrderedGate, OrderedPrompts, ShardScheduler
 from slimerl.spec import RunSpec
@@ -30,6 +31,13 @@ def journal_of(spec: RunSpec, process: int) -> Path:
     return directory if spec.rollout.processes == 1 else directory / f"process-{process}"
 
 
+def gate_of(spec: RunSpec) -> StalenessGate:
+    """Of the run, whoever asks it."""
+    rollout, training = spec.rollout, spec.training
+    groups, steps = training.prompts_per_step, training.steps
+    return StalenessGate(groups, rollout.max_staleness, steps, oversample=rollout.oversample)
+
+
 def ordered(spec: RunSpec, process: int, prompts: list[Prompt]) -> tuple[OrderedGate, OrderedPrompts, ShardLink]:
     """Gate, prompts and link of a process. The number of its incarnation rises with the clock."""
     gate = OrderedGate(spec.training.prompts_per_step, spec.rollout.max_staleness, spec.training.steps)
@@ -43,12 +51,9 @@ async def ledger_of(spec: RunSpec, process: int) -> AsyncIterator[LedgerDesk | N
     if process:
         yield None
         return
-    rollout, training = spec.rollout, spec.training
-    gate = StalenessGate(
-        training.prompts_per_step, rollout.max_staleness, training.steps, oversample=rollout.oversample
-    )
     desk = await open_ledger(
-        *(spec.run_dir / JOURNAL_DIR / _LEDGER, gate, rollout.samples_per_prompt, rollout.processes),
+        *(spec.run_dir / JOURNAL_DIR / _LEDGER, gate_of(spec)),
+        *(spec.rollout.samples_per_prompt, spec.rollout.processes),
         *(LEASE_S, spec.deadlines.start_s),
     )
     try:
@@ -57,11 +62,13 @@ async def ledger_of(spec: RunSpec, process: int) -> AsyncIterator[LedgerDesk | N
         desk.close()
 
 
-def build_service(desk: LedgerDesk | None, spec: RunSpec, *parts: Any, **options: Any) -> ShardService:
-    """As the arguments of `ControlService`."""
+def service_kind(spec: RunSpec, desk: LedgerDesk | None) -> Callable[..., ControlService]:
+    """What takes the arguments of `ControlService`. Args: `desk`: of the first process, where there are several."""
+    if spec.rollout.processes == 1:
+        return ControlService
     if desk is None:
-        return ShardService(*parts, **options)
-    return FrontService(*parts, **options, desk=desk, samples_per_group=spec.rollout.samples_per_prompt)
+        return ShardService
+    return partial(FrontService, desk=desk, samples_per_group=spec.rollout.samples_per_prompt)
 
 
 @asynccontextmanager
