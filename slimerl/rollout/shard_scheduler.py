@@ -106,8 +106,9 @@ class ShardScheduler(Scheduler):
 
     def room(self) -> int:
         """Groups that may be ordered beside those that were: as if all that is under way grew to its longest."""
-        if all(engine.state in _GONE for engine in self.dispatcher.router.engines()):
-            return 0
+        states = [engine.state for engine in self.dispatcher.router.engines()]
+        if states and _GONE.issuperset(states):
+            return 0  # before the first has registered, they may yet come
         settings, store = self.settings, self.store
         sample = settings.params.max_new_tokens * TOKEN_BYTES
         waiting = len(self.ordered.orders) * settings.samples_per_group

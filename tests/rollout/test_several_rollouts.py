@@ -4,20 +4,23 @@ import asyncio
 import os
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from ledger_scene import over_the_wire
 from scene import Scene, rollout
 
 from slimerl.rollout.__main__ import announce
 from slimerl.rollout.admission import StalenessGate
+from slimerl.rollout.front import FrontService
 from slimerl.rollout.journal_file import JournalFile, read_journal
 from slimerl.rollout.ledger_desk import LedgerDesk, open_ledger
 from slimerl.rollout.ledger_line import HttpLedger, LedgerLine
-from slimerl.samples.messages import BatchManifest, ServiceAddress, address_file, read_address
+from slimerl.samples.books import StoreError
+from slimerl.samples.messages import BatchManifest, RolloutState, ServiceAddress, address_file, read_address
 from slimerl.training.rollout_client import RolloutClient, ServiceFailed
 
 GROUPS, SIZE, STEPS = 4, 3, 3
@@ -175,6 +178,47 @@ def test_a2_a_process_that_ends_costs_no_sample_for_another_makes_its_groups(tmp
         return [first, second, third]
 
     assert fleet(act, tmp_path, 2) == single()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_c1_a_run_that_goes_on_from_its_state_gets_what_it_would_have_got(tmp_path, staleness):
+    def front_of(made: Fleet) -> FrontService:
+        service = made.scenes[0].service
+        parts = {each.name: getattr(service, each.name) for each in fields(service) if not each.name.startswith("_")}
+        return FrontService(**parts, desk=made.desk, samples_per_group=SIZE)
+
+    async def before(made: Fleet) -> tuple[RolloutState, Made]:
+        await made.serve(0)
+        _, payloads = await made.take(1)
+        front = front_of(made)
+        with pytest.raises(StoreError, match=r"batch \[1\] is out; save after it was trained"):
+            front.state()
+        await made.desk.trained(1)
+        return front.state(), payloads
+
+    async def after(made: Fleet) -> list[Made]:
+        front = front_of(made)
+        front.restore(over_the_wire(state, RolloutState))
+        with pytest.raises(StoreError, match="groups were admitted already"):
+            front.restore(state)
+        found = []
+        for step in range(2, STEPS + 1):
+            await made.serve(step - 1)
+            _, payloads = await made.take(step)
+            found.append(payloads)
+            await made.desk.trained(step)
+        counts = made.desk.ledger.counts()
+        assert counts.admitted == counts.trained == GROUPS * SIZE * STEPS
+        return found
+
+    state, first = fleet(before, tmp_path / "before", 2, staleness)
+    assert len(state.groups) == staleness * GROUPS
+    found = fleet(after, tmp_path / "after", 2, staleness)
+    if staleness == 0:
+        assert [first, *found] == single()
+    else:  # which groups are ready first is chance; each is trained once all the same
+        ids = sorted(sample_id for each in (first, *found) for sample_id in each)
+        assert ids == sorted(sample_id for each in single() for sample_id in each)
 
 
 def test_a_ledger_that_starts_again_goes_on_where_the_one_before_ended(tmp_path):
