@@ -263,7 +263,11 @@ class Scheduler:
                 if again is not None
                 else []
             )
-            if self.store.admit_saved(group, missing) is GroupState.READY:
+            found = self.store.admit_saved(group, missing)
+            if found is GroupState.DROPPED:
+                self.gate.drop()  # the process ended in the middle of it
+                continue
+            if found is GroupState.READY:
                 self.gate.accept()
             self._records[group.group_id] = GroupRecord()
             if again is not None:

@@ -139,7 +139,12 @@ class ShardScheduler(Scheduler):
                 raise DataError(f"group '{group.group_id}' was begun before, but data.train_path has no such prompt")
             self._positions[group.group_id], self._names[position] = position, group.group_id
         super().restore(state)
-        self.link.hold(self._held(positions[group.group_id], group) for group in state.groups)
+        live = {*self.store.open_groups(), *self.store.ready}
+        for group in state.groups:
+            if group.group_id not in live:
+                self._end(group.group_id, drop=False)
+        held = [group for group in state.groups if group.group_id in live]
+        self.link.hold(self._held(positions[group.group_id], group) for group in held)
 
     def _held(self, position: int, group: SavedGroup) -> Held:
         samples = self.store.ready_samples(group.group_id)

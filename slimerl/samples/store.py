@@ -268,7 +268,7 @@ class SampleStore:
         self.check()
 
     def admit_saved(self, saved: SavedGroup, missing: Sequence[Sample]) -> GroupState:
-        """Take a group of an earlier process in; returns READY if nothing of it is missing.
+        """Take a group of an earlier process in; returns READY if nothing of it is missing, DROPPED if it is too small.
 
         Args:
             missing: those named by `saved.missing`, with what they have; they are QUEUED, the finished ones rewarded.
@@ -283,11 +283,12 @@ class SampleStore:
         self.admit(saved.group_id, [by_id[sample_id] for sample_id in saved.sample_ids], saved.version, drawn=False)
         for sample in missing:
             self._keep_begun(sample)
+        state = GroupState.OPEN
         for sample in finished:
             self.start(sample.sample_id)
             self.generated(sample.sample_id)
-            self.rewarded(sample.sample_id)
-        return self._groups[saved.group_id].state
+            state = self.rewarded(sample.sample_id)
+        return state
 
     def sample(self, sample_id: str) -> Sample:
         """A live sample that is not finished. Raises StoreError."""

@@ -9,8 +9,8 @@ from fake_engine import LONG, go_on
 from scene import Scene, rollout
 
 from slimerl.rewards.outcome import Failed, Scored
-from slimerl.samples.messages import RolloutState, decode, encode, unpack_array
-from slimerl.samples.sample import SampleState
+from slimerl.samples.messages import RolloutState, SavedGroup, decode, encode, unpack_array
+from slimerl.samples.sample import Sample, SampleState
 from slimerl.samples.store import StoreError
 
 GENERATED, REWARDED = SampleState.GENERATED, SampleState.REWARDED
@@ -234,3 +234,19 @@ def test_the_state_is_refused_while_a_batch_is_leased_and_a_restore_after_the_fi
             made.scheduler.restore(made.scheduler.state())
 
     process(act)
+
+
+def test_a2_a_group_that_was_being_dropped_leaves_its_place_to_another():
+    """Fault: killed between the record of the first of its drops and that of the others."""
+
+    async def run() -> None:
+        left = Sample("0/p1/1", "0/p1", "p1", (10, 1), reward=1.0, finish_reason="stop")
+        left.append([2], [-0.5], 0)
+        async with rollout(groups=2, size=2) as made:
+            groups = [SavedGroup("0/p1", 0, ["0/p1/1"], [left.saved()])]
+            made.scheduler.restore(RolloutState(0, 1, 0, {"timeout": 1}, {}, groups))
+            assert (made.scheduler.gate.running, made.scheduler.gate.accepted) == (0, 0)
+            await made.serve(0)
+            assert len((await made.batch(1)).samples) == 4
+
+    asyncio.run(run())
