@@ -20,8 +20,11 @@ class UnknownMegatronVersion(RuntimeError):
     """The patches were not tried with the installed megatron-core."""
 
 
-def cpu_patch(patch: Patch) -> Patch:
-    """Register `patch` and make it a no-op where CUDA is present. Applying it twice has no further effect."""
+def cpu_patch(patch: Patch, before_imports: bool = False) -> Patch:
+    """Register `patch` and make it a no-op where CUDA is present. Applying it twice has no further effect.
+
+    `before_imports`: before the others, which import modules of Megatron.
+    """
 
     @functools.wraps(patch)
     def guarded() -> None:
@@ -30,7 +33,7 @@ def cpu_patch(patch: Patch) -> Patch:
         patch()
         _applied.add(patch.__name__)
 
-    PATCHES.append(guarded)
+    PATCHES.insert(0 if before_imports else len(PATCHES), guarded)
     return guarded
 
 

@@ -1,5 +1,6 @@
 """What all tests share, and which of them may run beside each other."""
 
+import gc
 import os
 import re
 from functools import cache
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from slimerl.resilience.name_lookups import bounded_lookups
 
@@ -24,12 +26,19 @@ FIRST = ("engines", "ranks", "launch", "run")
 
 
 class Lanes(LoadScopeScheduling):
-    """One worker has the tests with engines, another those with trainer ranks, a third those of `launch` (they wait for
-    SLURM most of the time) and then those of `run`; all of them take the others by file."""
+    """One worker has the tests with engines, another those with trainer ranks, a third those of `launch`: they wait for
+    SLURM most of the time, and it ends with them, since two busy workers fill two cores. In the end one of the two has
+    those of `run`, while the other has all others by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return lane_of(self.config.rootpath / file) or file
+
+    def _reschedule(self, node: WorkerController) -> None:
+        if len(self.nodes) > 2 and "launch" in self.assigned_work[node]:
+            node.shutdown()
+        else:
+            super()._reschedule(node)
 
 
 @cache
@@ -50,3 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return FIRST.index(lane) if lane else len(FIRST)
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported lives on; to look through it would take longer than many a test that collects."""
+    gc.freeze()

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from slimerl.resilience.deadline import Deadline
+from slimerl.resilience.imports import without_collections
 from slimerl.resilience.processes import die_with_parent
 
 MAX_RANKS = 4
@@ -173,7 +174,9 @@ def _run(job: _Job, index: int) -> Any:
     import torch.distributed as dist
 
     sys.path[:] = job.path
-    function, args = pickle.loads(job.payload)
+    with without_collections():
+        function, args = pickle.loads(job.payload)
+    modules = len(sys.modules)
     timeout = datetime.timedelta(seconds=job.deadline_s)
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timeout)
     own = dist.PrefixStore(f"call{job.call}", store)
@@ -187,6 +190,8 @@ def _run(job: _Job, index: int) -> Any:
         os.environ.update(environment)
         _forget_wrapped_models()
         _forget_groups()
+        if len(sys.modules) > modules:
+            gc.freeze()  # what imports have made lives on; to look through it takes longer than many a test
 
 
 def _forget_wrapped_models() -> None:

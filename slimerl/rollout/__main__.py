@@ -25,6 +25,7 @@ from aiohttp import web
 from slimerl.engine.local_resources import NoAddress, own_address
 from slimerl.engine.protocol import SamplingParams
 from slimerl.resilience import heartbeat
+from slimerl.resilience.imports import without_collections
 from slimerl.resilience.processes import die_with_parent
 from slimerl.rewards.build import build_reward, reads_prompt, reads_tokens
 from slimerl.rewards.outcome import RewardUnavailable, RunningReward
@@ -121,7 +122,8 @@ async def serve(spec: RunSpec, process: int = 0) -> None:
     try:
         # All take seconds; none needs the other.
         begun = time.monotonic()
-        inputs, *_ = await asyncio.gather(asyncio.to_thread(read_inputs, spec), reward.start(), agent.start())
+        with without_collections():
+            inputs, *_ = await asyncio.gather(asyncio.to_thread(read_inputs, spec), reward.start(), agent.start())
         trace.add("start", begun, time.monotonic(), "start")
         defer_full_collections()
         # Not before: until here a signal ends the process at once, and its workers with it.

@@ -263,11 +263,11 @@ class Scheduler:
                 if again is not None
                 else []
             )
-            found = self.store.admit_saved(group, missing)
-            if found is GroupState.DROPPED:
-                self.gate.drop()  # the process ended in the middle of it
+            became = self.store.admit_saved(group, missing)
+            if became is GroupState.DROPPED:
+                self.gate.drop()
                 continue
-            if found is GroupState.READY:
+            if became is GroupState.READY:
                 self.gate.accept()
             self._records[group.group_id] = GroupRecord()
             if again is not None:

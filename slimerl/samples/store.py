@@ -268,7 +268,8 @@ class SampleStore:
         self.check()
 
     def admit_saved(self, saved: SavedGroup, missing: Sequence[Sample]) -> GroupState:
-        """Take a group of an earlier process in; returns READY if nothing of it is missing, DROPPED if it is too small.
+        """Take a group of an earlier process in; returns READY if nothing of it is missing, DROPPED if that process
+        ended while it dropped a group of which too few samples were left.
 
         Args:
             missing: those named by `saved.missing`, with what they have; they are QUEUED, the finished ones rewarded.
@@ -281,14 +282,14 @@ class SampleStore:
         finished = [Sample.restored(each, saved.group_id) for each in saved.samples]
         by_id = {sample.sample_id: sample for sample in (*finished, *missing)}
         self.admit(saved.group_id, [by_id[sample_id] for sample_id in saved.sample_ids], saved.version, drawn=False)
+        group = self._groups[saved.group_id]
         for sample in missing:
             self._keep_begun(sample)
-        state = GroupState.OPEN
         for sample in finished:
             self.start(sample.sample_id)
             self.generated(sample.sample_id)
-            state = self.rewarded(sample.sample_id)
-        return state
+            self.rewarded(sample.sample_id)
+        return group.state
 
     def sample(self, sample_id: str) -> Sample:
         """A live sample that is not finished. Raises StoreError."""

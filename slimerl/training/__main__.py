@@ -23,6 +23,7 @@ from slimerl.resharding.hf_checkpoint import CheckpointError
 from slimerl.resharding.layouts import LayoutError
 from slimerl.resilience import heartbeat
 from slimerl.resilience.deadline import Deadline
+from slimerl.resilience.imports import without_collections
 from slimerl.resilience.name_lookups import bounded_lookups
 from slimerl.resilience.processes import die_with_parent
 from slimerl.resilience.tied import tied_parent
@@ -64,8 +65,8 @@ def main(arguments: list[str]) -> int:
     else:
         keep_freed_memory()
         bound_kernel_caches()
-    megatron_patches.apply()
-    with without_import_warnings():
+    with without_collections(), without_import_warnings():
+        megatron_patches.apply()
         from slimerl.training import parallel
         from slimerl.training.checkpoint.content import ResumeError
         from slimerl.training.model_config import UnsupportedModel
@@ -90,14 +91,15 @@ def main(arguments: list[str]) -> int:
 
 def run_rank(spec: RunSpec) -> None:
     """Build everything and train. Every rank calls it."""
-    from slimerl.training import assembly, parallel
-    from slimerl.training.capabilities import detect
-    from slimerl.training.checkpoint import resume
-    from slimerl.training.checkpoint.checkpointer import Checkpointer
-    from slimerl.training.checkpoint.identity import identity
-    from slimerl.training.clock import SilentLog
-    from slimerl.training.loop import Run, Syncer, Turns, train
-    from slimerl.training.source import Source
+    with without_collections():
+        from slimerl.training import assembly, parallel
+        from slimerl.training.capabilities import detect
+        from slimerl.training.checkpoint import resume
+        from slimerl.training.checkpoint.checkpointer import Checkpointer
+        from slimerl.training.checkpoint.identity import identity
+        from slimerl.training.clock import SilentLog
+        from slimerl.training.loop import Run, Syncer, Turns, train
+        from slimerl.training.source import Source
 
     capabilities = detect()
     device = capabilities.device(int(os.environ.get("LOCAL_RANK", "0")))

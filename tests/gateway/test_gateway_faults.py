@@ -308,9 +308,9 @@ def test_memory_is_flat_over_sessions_that_end():
             for name in names:
                 desk.external.sessions.close(name)
             assert (len(desk.external.sessions), desk.external.sessions.tokens) == (0, 0)
-            gc.collect()
             # what the router remembers of sessions has a bound of its own
             desk.sampler.dispatcher.router._memory = Memory()
+            gc.collect()
             alive.append(len(gc.get_objects()))
         return alive
 

@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 from fake_engine import LONG, go_on
 from scene import Scene, rollout
 
 from slimerl.rewards.outcome import Failed, Scored
-from slimerl.samples.messages import RolloutState, SavedGroup, decode, encode, unpack_array
-from slimerl.samples.sample import Sample, SampleState
+from slimerl.samples.messages import RolloutState, decode, encode, unpack_array
+from slimerl.samples.sample import SampleState
 from slimerl.samples.store import StoreError
 
 GENERATED, REWARDED = SampleState.GENERATED, SampleState.REWARDED
@@ -111,6 +112,31 @@ def test_c1_an_asynchronous_run_keeps_what_was_finished_and_makes_the_rest_again
     kept = ready.keys() & trained.keys()
     assert kept
     assert {name: trained[name] for name in kept} == {name: ready[name] for name in kept}
+
+
+def test_c1_a_group_of_which_too_few_samples_are_left_ends_where_the_process_before_was_about_to_end_it():
+    """Injected: the process ends between the drop of a group's last sample but one and that of the last."""
+
+    async def before(made: Scene) -> Any:
+        await train(made, 1, 1)
+        await made.until(lambda: sum(group.ready for group in made.store.unleased()) >= 1)
+        return saved(made)
+
+    async def after(made: Scene) -> Any:
+        made.scheduler.restore(state)
+        gate = made.scheduler.gate
+        return made.store.counts(), gate.accepted + gate.running, await train(made, 2, 2)
+
+    state = process(before, staleness=2)
+    at, group = next((at, each) for at, each in enumerate(state.groups) if not each.missing)
+    lost = group.sample_ids[1:]
+    state.groups[at] = msgspec.structs.replace(group, sample_ids=group.sample_ids[:1], samples=group.samples[:1])
+    state = msgspec.structs.replace(state, dropped={"timeout": len(lost)})
+    counts, admitted, trained = process(after, staleness=2)
+    assert counts.dropped == {"timeout": len(lost), "group_too_small": 1}
+    assert admitted == 2 + len(state.groups) - 1
+    assert trained
+    assert trained.keys().isdisjoint(group.sample_ids)
 
 
 def is_number(sample_id: str, number: int) -> bool:
@@ -234,19 +260,3 @@ def test_the_state_is_refused_while_a_batch_is_leased_and_a_restore_after_the_fi
             made.scheduler.restore(made.scheduler.state())
 
     process(act)
-
-
-def test_a2_a_group_that_was_being_dropped_leaves_its_place_to_another():
-    """Fault: killed between the record of the first of its drops and that of the others."""
-
-    async def run() -> None:
-        left = Sample("0/p1/1", "0/p1", "p1", (10, 1), reward=1.0, finish_reason="stop")
-        left.append([2], [-0.5], 0)
-        async with rollout(groups=2, size=2) as made:
-            groups = [SavedGroup("0/p1", 0, ["0/p1/1"], [left.saved()])]
-            made.scheduler.restore(RolloutState(0, 1, 0, {"timeout": 1}, {}, groups))
-            assert (made.scheduler.gate.running, made.scheduler.gate.accepted) == (0, 0)
-            await made.serve(0)
-            assert len((await made.batch(1)).samples) == 4
-
-    asyncio.run(run())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from slimerl.samples.messages import SavedGroup, unpack_array
+from slimerl.samples.messages import unpack_array
 from slimerl.samples.sample import Sample, SampleState
 from slimerl.samples.store import GROUP_TOO_SMALL, ConservationError, GroupState, SampleStore, StoreError
 
@@ -116,17 +116,6 @@ def test_a_trained_batch_is_forgotten_and_counted_once():
         store.sample("g/0")
     with pytest.raises(StoreError, match="b was trained already"):
         store.batch("b")
-
-
-def test_a2_a_group_whose_process_ended_while_it_was_dropped_is_dropped_to_its_end():
-    """Fault: killed between the record of the first of its drops and that of the others."""
-    left = group_of(2)[1]
-    left.append([7], logprobs=[-0.5], version=0)
-    left.finish_reason, left.reward = "stop", 1.0
-    store = SampleStore(smallest_group=2)
-    store.restore(0, {"timeout": 1}, [])
-    assert store.admit_saved(SavedGroup("g", 0, ["g/1"], [left.saved()]), []) is GroupState.DROPPED
-    assert store.counts().dropped == {"timeout": 1, GROUP_TOO_SMALL: 1}
 
 
 @pytest.mark.parametrize(

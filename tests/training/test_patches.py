@@ -22,7 +22,8 @@ def state():
     found = {("torch.cuda", name): value for name, value in vars(torch.cuda).items() if not name.startswith("__")}
     found["Tensor.cuda"], found["Module.cuda"] = torch.Tensor.cuda, torch.nn.Module.cuda
     found["Tensor.type"] = torch.Tensor.type
-    found["compile"] = torch._dynamo.config.disable
+    found["compile"] = torch.compile
+    found["wrapped already"] = torch._dynamo.config.disable
     for name in device.MODULES_WITH_LITERAL_CUDA:
         found[name] = importlib.import_module(name).torch
     for name in ("megatron.core.tensor_parallel.random", "megatron.core.optimizer",

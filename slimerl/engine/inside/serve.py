@@ -19,6 +19,7 @@ from typing import Any
 
 from slimerl.engine.inside.import_hooks import after_import
 from slimerl.resilience.heartbeat import show_stacks_on_signal
+from slimerl.resilience.imports import without_collections
 from slimerl.resilience.processes import Orphaned, die_with_parent
 
 KEY_VARIABLE = "SLIMERL_ENGINE_KEY"
@@ -100,16 +101,18 @@ def main(argv: list[str]) -> None:
     _tie_forked_processes()
     _prepare_process()
 
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
     key = os.environ.pop(KEY_VARIABLE)
-    load_plugins()
-    # Both keys: with the admin key alone /server_info stays open, and it shows every argument, keys included.
-    # Written with "=": a key may begin with a minus, which argparse would take for an option.
-    server_args = prepare_server_args([*argv[2:], f"--api-key={key}", f"--admin-api-key={key}"])
+    with without_collections():
+        from sglang.launch_server import run_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
+
+        load_plugins()
+        # Both keys: with the admin key alone /server_info stays open, and it shows every argument, keys included.
+        # Written with "=": a key may begin with a minus, which argparse would take for an option.
+        server_args = prepare_server_args([*argv[2:], f"--api-key={key}", f"--admin-api-key={key}"])
+        import sglang.srt.entrypoints.http_server  # noqa: F401 - `run_server` would
     try:
         run_server(server_args)
     finally:
