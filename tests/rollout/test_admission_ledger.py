@@ -204,6 +204,29 @@ def test_what_is_told_again_is_passed_over_however_late_it_comes():
     link.settled(outcome(2, 0, 0))
     talk(ledger, link)
     assert ledger.counts().buffered == 3 * SIZE
+    ledger.advance(1)
+    reply = ledger.report(link.report(PLENTY), 0.0)
+    assert [order.position for order in link.take(reply)] == [4, 5]
+    assert link.take(reply) == [], "each order is carried out once"
+    link.fenced(0, 5)
+    assert link.incarnation == 1, "that was said of an earlier one"
+    talk(ledger, link)
+
+
+def test_what_a_returning_shard_has_of_a_batch_is_taken_only_if_it_is_what_the_manifest_says():
+    """Fault: its journal has another attempt at the group than the one that it had reported."""
+    ledger = empty_ledger(1)
+    [link] = joined(ledger, 1)
+    ledger.advance(0)
+    talk(ledger, link)
+    finish(link)
+    talk(ledger, link)
+    assert ledger.take_batch(1) is not None
+    other = [Held(0, 0, outcome(0, 0, 1)), link.held[1]]
+    again = ShardLink(0, 2)
+    again.hold(other)
+    assert Void(0) in ledger.join(again.join(), 1.0).orders
+    assert ledger.take_batch(1) is None
 
 
 # --- what the books do where a shard is lost
