@@ -63,7 +63,7 @@ class MadeUpSamples:
         metrics = batch_metrics(self._metas, [GroupRecord()], {}, version=0)
         return BatchManifest(f"step-{step}", step, self._metas, metrics)
 
-    def fetch(self, sample_ids: Sequence[str]) -> list[SamplePayload]:
+    def fetch(self, sample_ids: Sequence[str], shards: Sequence[int] = ()) -> list[SamplePayload]:
         return [self._payloads[sample_id] for sample_id in sample_ids]
 
     def trained(self, batch_id: str, version: int) -> None:

@@ -6,7 +6,9 @@ from slimerl.spec import RunSpec
 
 
 def reach_faults(spec: RunSpec, nodes: int) -> Iterator[str]:
-    """Of a run whose roles are on `nodes` machines."""
+    """Of a run whose roles are on `nodes` machines, started one by one."""
+    if spec.rollout.processes > 1:
+        yield f"rollout.processes = {spec.rollout.processes}, and launch/slurm/run.sbatch starts one; set it to 1"
     if nodes == 1 or not spec.uses_engines:
         return
     shape = f"{spec.gpus} GPUs on nodes of {spec.cluster.gpus_per_node}"

@@ -26,7 +26,7 @@ from slimerl.conductor.termination import TerminationRequest
 from slimerl.resilience.heartbeat import HEARTBEATS_DIR
 from slimerl.rollout.journal_file import JOURNAL_DIR
 from slimerl.rollout.speculation.drafts_file import DIRECTORY as DRAFTS_DIR
-from slimerl.samples.messages import ADDRESS_FILE
+from slimerl.samples.messages import ADDRESS_FILE, address_file
 from slimerl.spec import RunSpec
 from slimerl.spec.load import dump_spec
 from slimerl.telemetry import trace
@@ -228,7 +228,8 @@ def _clear(spec: RunSpec, goes_on: bool, keeps_logs: bool = False) -> None:
 
     Raises RunDirectoryTaken: the run reads some of it, or it cannot be removed.
     """
-    leftovers = (*_FILES_OF_A_START, *_DIRECTORIES_OF_A_START)
+    others = [address_file(process) for process in range(1, spec.rollout.processes)]
+    leftovers = (*_FILES_OF_A_START, *others, *_DIRECTORIES_OF_A_START)
     record = () if goes_on else (*_FILES_OF_A_RECORD, *_DIRECTORIES_OF_A_RECORD)
     doomed = [spec.run_dir / name for name in (*leftovers, *record) if not (keeps_logs and name == LOGS_DIR)]
     for key, path in spec.input_paths.items():

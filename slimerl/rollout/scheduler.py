@@ -37,6 +37,7 @@ from slimerl.rollout.statistics import (
     token_staleness,
     trace_groups,
 )
+from slimerl.samples.books import name_of_batch
 from slimerl.samples.journal import Books, HandedOut, Recovered, unheard
 from slimerl.samples.messages import BatchManifest, RolloutState
 from slimerl.samples.sample import TOKEN_BYTES, Sample
@@ -163,7 +164,7 @@ class Scheduler:
             StoreError: it was trained already.
             RolloutStopped: it will never be complete.
         """
-        batch_id = _batch_id(step)
+        batch_id = name_of_batch(step)
         if self.store.batch(batch_id) is not None:
             return self._manifests[batch_id]
         settings, gate, store = self.settings, self.gate, self.store
@@ -250,7 +251,7 @@ class Scheduler:
         """
         groups, forks = zip(*map(without_forks, state.groups), strict=True) if state.groups else ((), ())
         drawn = [self.prompts.again(group.group_id) if group.missing else None for group in groups]
-        self.store.restore(state.trained, state.dropped, [_batch_id(step + 1) for step in range(state.steps)])
+        self.store.restore(state.trained, state.dropped, [name_of_batch(step + 1) for step in range(state.steps)])
         self.prompts.cursor = state.cursor
         self.batches_taken = state.steps
         self._dropped_before = Counter(state.dropped_told)
@@ -289,10 +290,10 @@ class Scheduler:
 
     def _admit(self, drawn: Drawn) -> None:
         self.dispatcher.order.admit(drawn.group_id, drawn.prompt.prompt_id, self.gate.next_batch)
-        self.gate.admit()
+        version = self.gate.admit()
         ids = [f"{drawn.group_id}/{number}" for number in range(self.settings.samples_per_group)]
         samples = [_sample(drawn, sample_id) for sample_id in ids]
-        self.store.admit(drawn.group_id, samples, self.gate.version)
+        self.store.admit(drawn.group_id, samples, version)
         self._records[drawn.group_id] = GroupRecord()
         self._begin(samples, drawn.prompt.answer)
 
@@ -353,7 +354,7 @@ class Scheduler:
 
     def _keeps(self, group_id: str) -> bool:
         """A finished group is accepted, or replaced where nothing can be learnt from it."""
-        if (reason := self._informative.add(self.store.verdicts(group_id))) is None:
+        if (reason := self._informative.add([each.correct for each in self.store.ready_samples(group_id)])) is None:
             self.gate.accept()
             return True
         logger.info("group %s is replaced (%s)", group_id, reason)
@@ -419,7 +420,3 @@ class Scheduler:
 
 def _sample(drawn: Drawn, sample_id: str) -> Sample:
     return Sample(sample_id, drawn.group_id, drawn.prompt.prompt_id, drawn.prompt.tokens)
-
-
-def _batch_id(step: int) -> str:
-    return f"step-{step}"

@@ -152,9 +152,13 @@ def run_rank(spec: RunSpec) -> None:
 
 def _connected(spec: RunSpec) -> "RolloutClient":
     from slimerl.training.rollout_client import RolloutClient
+    from slimerl.training.several_rollouts import SeveralRollouts
 
     deadline = Deadline("the rollout role to announce itself", spec.deadlines.start_s)
     successor_s = spec.deadlines.start_s if spec.resilience.rollout_restarts else 0.0
+    several = spec.rollout.processes
+    if several > 1:
+        return SeveralRollouts.connect_all(spec.run_dir, deadline, spec.deadlines.request_s, several, successor_s)
     return RolloutClient.connect(spec.run_dir, deadline, spec.deadlines.request_s, successor_s)
 
 

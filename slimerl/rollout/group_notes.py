@@ -1,0 +1,69 @@
+"""What a shard has noted of a group, on its way to the process that makes up batches.
+
+Flows in: the record of a group, its tokens by version, what has been counted since the group before. Flows out: bytes;
+and from those of a batch its figures, as a single process would tell them. Times go by the clock of the day, which
+machines share, not by one that each begins for itself.
+"""
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from slimerl.rollout.statistics import GroupRecord, batch_metrics, length_error, staleness_shares
+from slimerl.samples.messages import SampleMeta
+
+_TIMES = ("started_s", "generated_s", "ready_s")
+_MEANS = frozenset({"rollout/engine_idle_share", "rollout/engine_load_spread"})
+"""Figures that are not added up."""
+ENGINES = "rollout/engines"
+"""Of the whole run at one moment: the notes of groups cannot tell it."""
+
+
+class _Notes(msgspec.Struct, frozen=True):
+    record: dict
+    tokens: dict[int, int]
+    figures: dict[str, float]
+
+
+def pack_notes(record: GroupRecord, tokens: Mapping[int, int], figures: Mapping[str, float]) -> bytes:
+    """
+    Args:
+        tokens: sampled ones, by version.
+        figures: of all groups of the shard, since the notes before.
+    """
+    since = time.time() - time.monotonic()
+    fields: dict[str, Any] = {
+        name: _plain(getattr(record, name)) for name in (field.name for field in dataclasses.fields(record))
+    }
+    fields |= {name: fields[name] + since for name in _TIMES if fields[name] is not None}
+    return msgspec.msgpack.encode(_Notes(fields, dict(tokens), dict(figures)))
+
+
+def batch_figures(
+    samples: Sequence[SampleMeta], notes: Mapping[str, bytes], dropped: Mapping[str, int], version: int
+) -> dict[str, float]:
+    """Figures of one batch, see `statistics.batch_metrics`. Args: `notes`: of each of its groups."""
+    read = {name: msgspec.msgpack.decode(each, type=_Notes) for name, each in notes.items() if each}
+    records = {name: _record(each.record) for name, each in read.items()}
+    tokens = sum((Counter(each.tokens) for each in read.values()), Counter[int]())
+    metrics = batch_metrics(samples, list(records.values()), dropped, version)
+    metrics |= staleness_shares(tokens, version) | length_error(samples, records)
+    told: dict[str, list[float]] = {}
+    for each in read.values():
+        for name in each.figures.keys() - {ENGINES}:
+            told.setdefault(name, []).append(each.figures[name])
+    return metrics | {name: fmean(values) if name in _MEANS else sum(values) for name, values in told.items()}
+
+
+def _plain(value: object) -> object:
+    return sorted(value) if isinstance(value, set) else value
+
+
+def _record(fields: dict) -> GroupRecord:
+    sets = {name: set(fields[name]) for name in ("unparsable", "reward_failed")}
+    return GroupRecord(**{**fields, **sets, "agent": Counter(fields["agent"])})

@@ -1,0 +1,234 @@
+"""The scheduler of one rollout process among several: makes the groups that the admission ledger orders, and no others.
+
+Flows in: the ledger's orders, by its line (`ledger_line.py`). Flows out: samples in this process's store, and to the
+ledger what became of each group.
+Invariants: a group is begun once it was ordered and engines here serve the version that the order asks for; what the
+ledger is told of a group the journal of this process has; a group that is to be forgotten is told of no more.
+"""
+
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slimerl.rollout.admission import StalenessGate
+from slimerl.rollout.group_notes import pack_notes
+from slimerl.rollout.prompts import Drawn, PromptStream
+from slimerl.rollout.scheduler import Scheduler
+from slimerl.rollout.shard_link import ShardLink
+from slimerl.rollout.statistics import GroupRecord, tokens_by_version, trace_groups
+from slimerl.samples.books import GroupState, name_of_batch
+from slimerl.samples.journal import Dropped, Record
+from slimerl.samples.ledger_messages import Held, LetGo, Make, Order, Settled
+from slimerl.samples.messages import EngineState, RolloutState, SampleMeta, SavedGroup
+from slimerl.samples.rows import DataError
+from slimerl.samples.sample import FORK, TOKEN_BYTES
+
+logger = logging.getLogger(__name__)
+
+VOID = "made_elsewhere"
+"""Reason, in this store's books alone, of samples that the ledger has given to another shard."""
+BEFORE = "before_restart"
+"""Reason of what a process that was this shard had dropped of a group that is live: its journal has the sums alone."""
+MUCH_ROOM = 2**30
+_GONE = frozenset({EngineState.DEAD, EngineState.DIRTY})
+
+
+@dataclass
+class OrderedGate(StalenessGate):
+    """Opens for groups that were ordered, in that order; what may be is the ledger's to say."""
+
+    orders: deque[Make] = field(default_factory=deque)
+    """Not begun yet."""
+    forgetting: set[int] = field(default_factory=set)
+    """Positions of groups whose samples are being ended; none of them is begun before that is done."""
+    drawn: Make = field(default_factory=lambda: Make(0, -1))
+    """The last that was."""
+
+    def may_admit(self) -> bool:
+        if not self.orders:
+            return False
+        return self.orders[0].version <= self.version and self.orders[0].position not in self.forgetting
+
+    def draw(self) -> int:
+        """Position of the next group."""
+        self.drawn = self.orders.popleft()
+        return self.drawn.position
+
+    @property
+    def next_batch(self) -> int:
+        """That the drawn group is due in, where none comes to nothing."""
+        return self.drawn.position // self.groups_per_step
+
+    def admit(self) -> int:
+        return self.drawn.version
+
+    def admit_again(self) -> None: ...
+
+    def accept(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+@dataclass
+class OrderedPrompts(PromptStream):
+    """The prompts of ordered groups."""
+
+    next_position: Callable[[], int] = lambda: 0
+
+    def draw(self) -> Drawn:
+        return self.at(self.next_position())
+
+
+@dataclass
+class ShardScheduler(Scheduler):
+    """`gate` is an `OrderedGate`, `prompts` draw from it. `news` is called when the ledger is to hear of something."""
+
+    link: ShardLink = field(default_factory=lambda: ShardLink(0, 1))
+    news: Callable[[], None] = lambda: None
+    _positions: dict[str, int] = field(default_factory=dict)
+    """Of groups in the store, by id."""
+    _names: dict[int, str] = field(default_factory=dict)
+    """The other way round."""
+    _drops: dict[str, Counter[str]] = field(default_factory=dict)
+    """Samples of groups in the store that were dropped, by reason."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.store.note = self._note
+
+    @property
+    def ordered(self) -> OrderedGate:
+        if not isinstance(self.gate, OrderedGate):
+            raise TypeError(f"a shard admits what is ordered, by an OrderedGate, not by {type(self.gate).__name__}")
+        return self.gate
+
+    def room(self) -> int:
+        """Groups that may be ordered beside those that were: as if all that is under way grew to its longest."""
+        states = [engine.state for engine in self.dispatcher.router.engines()]
+        if states and _GONE.issuperset(states):
+            return 0  # before the first has registered, they may yet come
+        settings, store = self.settings, self.store
+        sample = settings.params.max_new_tokens * TOKEN_BYTES
+        waiting = len(self.ordered.orders) * settings.samples_per_group
+        free = self.max_buffered_bytes - store.shelf.size - (store.counts().running + waiting) * sample
+        if math.isinf(free):
+            return MUCH_ROOM
+        return max(0, int(free // (sample * settings.samples_per_group)))
+
+    def carry_out(self, order: Order) -> None:
+        """What the ledger says, each order once."""
+        match order:
+            case Make():
+                self.ordered.orders.append(order)
+                self.wake()
+            case LetGo(step=step, positions=positions):
+                self._let_go(step, positions)
+            case _:
+                self._forget(order.position)
+
+    def restore(self, state: RolloutState) -> None:
+        """Go on where a process stopped that was this shard; what it holds is told with the first join.
+
+        Raises: as `Scheduler.restore`.
+        """
+        positions = self.prompts.positions(group.group_id for group in state.groups)
+        for group in state.groups:
+            if (position := positions.get(group.group_id)) is None:
+                raise DataError(f"group '{group.group_id}' was begun before, but data.train_path has no such prompt")
+            self._positions[group.group_id], self._names[position] = position, group.group_id
+        super().restore(state)
+        live = {*self.store.open_groups(), *self.store.ready}
+        for group in state.groups:
+            if group.group_id not in live:
+                self._end(group.group_id, drop=False)
+        held = [group for group in state.groups if group.group_id in live]
+        self.link.hold(self._held(positions[group.group_id], group) for group in held)
+
+    def _held(self, position: int, group: SavedGroup) -> Held:
+        samples = self.store.ready_samples(group.group_id)
+        if not samples:
+            return Held(position, group.version)
+        dropped = self.settings.samples_per_group - sum(FORK not in each.sample_id for each in samples)
+        return Held(position, group.version, Settled(position, samples, {BEFORE: dropped} if dropped else {}))
+
+    def _note(self, record: Record) -> None:
+        if isinstance(record, Dropped):
+            self._drops.setdefault(record.group_id, Counter())[record.reason] += 1
+        if self.journal is not None:
+            self.journal.note(record)
+
+    def _has_room(self) -> bool:
+        return True  # it was asked for before the order was given
+
+    def _admit(self, drawn: Drawn) -> None:
+        position = self.ordered.drawn.position
+        self._positions[drawn.group_id], self._names[position] = position, drawn.group_id
+        super()._admit(drawn)
+
+    def _settle(self, group_id: str, state: GroupState) -> None:
+        super()._settle(group_id, state)
+        if state is not GroupState.OPEN:
+            self._tell(group_id)
+
+    def _tell(self, group_id: str) -> None:
+        """The ledger of a group's end here, which is good where samples of it are ready."""
+        samples = self.store.ready_samples(group_id)
+        dropped = dict(self._drops.get(group_id, {}))
+        position = self._positions[group_id]
+        if position in self.ordered.forgetting:
+            self._end(group_id, drop=bool(samples))
+            self.ordered.forgetting.discard(position)
+            self.wake()
+            return
+        self.link.settled(Settled(position, samples, dropped, self._notes(group_id, samples)))
+        if not samples:
+            self._end(group_id, drop=False)
+        self.news()
+
+    def _notes(self, group_id: str, samples: list[SampleMeta]) -> bytes:
+        tokens = tokens_by_version(self.store.payloads(each.sample_id for each in samples))
+        figures = self.judge.take_figures() | self.dispatcher.take_figures()
+        return pack_notes(self._records.get(group_id) or GroupRecord(), tokens, figures)
+
+    def unsynced(self) -> list[str]:
+        """Engines that have registered since the last sync."""
+        router = self.dispatcher.router
+        if router.version < 0 or self.dispatcher.held:
+            return []
+        return [one.engine_id for one in router.engines() if one.state is EngineState.JOINING]
+
+    def _let_go(self, step: int, positions: list[int]) -> None:
+        names = [self._names[position] for position in positions]
+        trace_groups(step, [self._records[name] for name in names])
+        self.store.lease(name_of_batch(step), names)
+        self.batches_taken = step
+        for name in names:
+            self._end(name, drop=False)
+        self.trained(name_of_batch(step))
+
+    def _forget(self, position: int) -> None:
+        queued = [order for order in self.ordered.orders if order.position == position]
+        if queued:
+            self.ordered.orders.remove(queued[0])
+            return
+        group_id = self._names.get(position)
+        if group_id is None:
+            return  # it has come to nothing since the ledger was told of it
+        logger.warning("group %s is forgotten: the ledger has given it to another shard, or booked its end", group_id)
+        if self.store.ready_samples(group_id):
+            self._end(group_id, drop=True)
+            return
+        self.ordered.forgetting.add(position)
+        for sample_id, task in self._tasks.items():
+            if self.store.sample(sample_id).group_id == group_id:
+                task.cancel()
+
+    def _end(self, group_id: str, drop: bool) -> None:
+        """Nothing is known of the group from now on."""
+        if drop:
+            self.store.drop_group(group_id, VOID)
+        self._records.pop(group_id, None)
+        self._drops.pop(group_id, None)
+        del self._names[self._positions.pop(group_id)]

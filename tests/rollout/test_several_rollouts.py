@@ -1,0 +1,328 @@
+"""Several rollout processes under one ledger, over real HTTP: they make what one process would have made."""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from ledger_scene import over_the_wire
+from scene import Scene, rollout
+
+from slimerl.resilience.deadline import Deadline
+from slimerl.rollout.admission import StalenessGate
+from slimerl.rollout.announcing import announce
+from slimerl.rollout.front import FrontService
+from slimerl.rollout.journal_file import JournalFile, read_journal
+from slimerl.rollout.ledger_desk import LedgerDesk, open_ledger
+from slimerl.rollout.ledger_line import HttpLedger, LedgerLine
+from slimerl.samples.books import StoreError
+from slimerl.samples.messages import BatchManifest, RolloutState, ServiceAddress, address_file
+from slimerl.training.rollout_client import RolloutClient, ServiceFailed
+from slimerl.training.several_rollouts import SeveralRollouts
+
+GROUPS, SIZE, STEPS = 4, 3, 3
+LEASE_S, PATIENCE_S = 2.0, 20.0
+Made = dict[str, tuple[bytes, bytes]]
+"""Tokens and versions of each sample."""
+
+
+@dataclass
+class Fleet:
+    """Rollout processes, each in a scene of its own; the first has the ledger."""
+
+    run_dir: Path
+    desk: LedgerDesk
+    scenes: list[Scene]
+    lines: list["asyncio.Task[None]"]
+    runners: list[web.AppRunner]
+
+    async def serve(self, version: int) -> None:
+        """Engines of all hold `version`, as after a sync; the first process tells the ledger."""
+        for scene in self.scenes:
+            await scene.serve(version)
+        await self.desk.advance(version)
+
+    async def take(self, step: int) -> tuple[BatchManifest, Made]:
+        manifest = await next_batch(self.desk, step)
+        deadline = Deadline("the rollout processes", PATIENCE_S)
+        connected = SeveralRollouts.connect_all, self.run_dir, deadline, PATIENCE_S, len(self.scenes)
+        client = await asyncio.to_thread(*connected)
+        ids = [each.sample_id for each in manifest.samples]
+        shards = [manifest.shards[each.group_id] for each in manifest.samples]
+        payloads = await asyncio.to_thread(client.fetch, ids, shards)
+        assert [each.sample_id for each in payloads] == ids
+        return manifest, {each.sample_id: (each.tokens, each.versions) for each in payloads}
+
+    async def end(self, shard: int) -> None:
+        """As a process does that is killed: nobody answers for it, and it says nothing more."""
+        self.lines[shard].cancel()
+        await self.runners[shard].cleanup()
+        await self.scenes[shard].scheduler.close()
+
+
+async def next_batch(desk: LedgerDesk, step: int) -> BatchManifest:
+    async with asyncio.timeout(PATIENCE_S):
+        while (manifest := desk.take_batch(step)) is None:
+            await asyncio.sleep(0.005)
+        await desk.tell()
+        return manifest
+
+
+async def told_by(scene: Scene, ask: Any) -> None:
+    scheduler: Any = scene.scheduler
+    journal = {} if scheduler.journal is None else {"journaled": scheduler.journal.written}
+    line = LedgerLine(scheduler.link, ask, scheduler.room, scheduler.carry_out, PATIENCE_S, **journal)
+    scheduler.news = line.wake
+    await line.run()
+
+
+def fleet(act: Callable[[Fleet], Coroutine[Any, Any, Any]], run_dir: Path, shards: int, staleness: int = 0) -> Any:
+    async def run() -> Any:
+        async with asyncio.timeout(60), AsyncExitStack() as stack:
+            gate = StalenessGate(GROUPS, staleness, STEPS)
+            desk = await open_ledger(run_dir / "ledger", gate, SIZE, shards, LEASE_S, PATIENCE_S)
+            stack.callback(desk.close)
+            scenes, runners = [], []
+            for shard in range(shards):
+                options = {"engines": 1, "groups": GROUPS, "size": SIZE, "staleness": staleness, "steps": STEPS}
+                scenes.append(await stack.enter_async_context(rollout(**options, shard=shard)))
+                application = scenes[-1].service.application()
+                application.add_routes(desk.routes() if shard == 0 else [])
+                runners.append(web.AppRunner(application, shutdown_timeout=0.1))
+                await runners[-1].setup()
+                stack.push_async_callback(runners[-1].cleanup)
+                await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
+                url = f"http://127.0.0.1:{runners[-1].addresses[0][1]}"
+                announce(run_dir / address_file(shard), ServiceAddress(url, "token", os.getpid()))
+            ledgers = [HttpLedger(run_dir) for _ in scenes[1:]]
+            asks = [desk.hear, *ledgers]
+            lines = [asyncio.ensure_future(told_by(scene, ask)) for scene, ask in zip(scenes, asks, strict=True)]
+            watch = asyncio.ensure_future(desk.watch())
+            try:
+                return await act(Fleet(run_dir, desk, scenes, lines, runners))
+            finally:
+                for task in (*lines, watch):
+                    task.cancel()
+                ended = await asyncio.gather(*lines, watch, return_exceptions=True)
+                for ledger in ledgers:
+                    await ledger.close()
+                assert all(isinstance(each, asyncio.CancelledError) for each in ended), ended
+
+    return asyncio.run(run())
+
+
+async def train(made: Fleet) -> list[Made]:
+    batches = []
+    for step in range(1, STEPS + 1):
+        await made.serve(step - 1)
+        manifest, payloads = await made.take(step)
+        batches.append(payloads)
+        assert set(manifest.shards.values()) == set(range(len(made.scenes))), "each has its share"
+        await made.desk.trained(step)
+    return batches
+
+
+def single(staleness: int = 0) -> list[Made]:
+    async def run() -> list[Made]:
+        batches = []
+        options = {"engines": 1, "groups": GROUPS, "size": SIZE, "staleness": staleness, "steps": STEPS}
+        async with asyncio.timeout(60), rollout(**options) as made:
+            for step in range(1, STEPS + 1):
+                await made.serve(step - 1)
+                manifest = await made.batch(step)
+                payloads = made.store.payloads([each.sample_id for each in manifest.samples])
+                batches.append({each.sample_id: (each.tokens, each.versions) for each in payloads})
+                made.scheduler.trained(manifest.batch_id)
+        return batches
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_a2_however_many_processes_there_are_the_trainer_gets_the_same_samples(tmp_path, shards):
+    async def act(made: Fleet) -> list[Made]:
+        batches = await train(made)
+        await made.scenes[0].until(lambda: all(scene.store.counts().buffered == 0 for scene in made.scenes))
+        books = [scene.store.counts() for scene in made.scenes]
+        whole = made.desk.ledger.counts()
+        assert sum(each.trained for each in books) == whole.trained == GROUPS * SIZE * STEPS
+        assert sum(each.admitted for each in books) == whole.admitted == whole.trained
+        assert whole.dropped == {}
+        return batches
+
+    batches = fleet(act, tmp_path, shards)
+    expected = single()
+    assert [list(each) for each in batches] == [list(each) for each in expected], "in the same order"
+    assert batches == expected
+
+
+def test_a2_a_process_that_ends_costs_no_sample_for_another_makes_its_groups(tmp_path):
+    """Fault: one of two processes ends with groups under way, and does not come back."""
+
+    async def act(made: Fleet) -> list[Made]:
+        await made.serve(0)
+        _, first = await made.take(1)
+        await made.desk.trained(1)
+        for engine in made.scenes[1].engines:
+            engine.open.clear()
+        await made.serve(1)
+        await made.scenes[1].engines[0].running_requests(GROUPS // 2 * SIZE)
+        await made.end(1)
+        del made.scenes[1]
+        manifest, second = await made.take(2)
+        assert set(manifest.shards.values()) == {0}
+        await made.desk.trained(2)
+        await made.serve(2)
+        _, third = await made.take(3)
+        return [first, second, third]
+
+    assert fleet(act, tmp_path, 2) == single()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_c1_a_run_that_goes_on_from_its_state_gets_what_it_would_have_got(tmp_path, staleness):
+    def front_of(made: Fleet) -> FrontService:
+        service = made.scenes[0].service
+        parts = {each.name: getattr(service, each.name) for each in fields(service) if not each.name.startswith("_")}
+        return FrontService(**parts, desk=made.desk, samples_per_group=SIZE)
+
+    async def before(made: Fleet) -> tuple[RolloutState, Made]:
+        await made.serve(0)
+        _, payloads = await made.take(1)
+        front = front_of(made)
+        with pytest.raises(StoreError, match=r"batch \[1\] is out; save after it was trained"):
+            front.state()
+        await made.desk.trained(1)
+        return front.state(), payloads
+
+    async def after(made: Fleet) -> list[Made]:
+        front = front_of(made)
+        front.restore(over_the_wire(state, RolloutState))
+        with pytest.raises(StoreError, match="groups were admitted already"):
+            front.restore(state)
+        found = []
+        for step in range(2, STEPS + 1):
+            await made.serve(step - 1)
+            _, payloads = await made.take(step)
+            found.append(payloads)
+            await made.desk.trained(step)
+        counts = made.desk.ledger.counts()
+        assert counts.admitted == counts.trained == GROUPS * SIZE * STEPS
+        return found
+
+    state, first = fleet(before, tmp_path / "before", 2, staleness)
+    assert len(state.groups) == staleness * GROUPS
+    found = fleet(after, tmp_path / "after", 2, staleness)
+    if staleness == 0:
+        assert [first, *found] == single()
+    else:  # which groups are ready first is chance; each is trained once all the same
+        ids = sorted(sample_id for each in (first, *found) for sample_id in each)
+        assert ids == sorted(sample_id for each in single() for sample_id in each)
+
+
+def test_a_ledger_that_starts_again_goes_on_where_the_one_before_ended(tmp_path):
+    async def run() -> None:
+        async def opened() -> LedgerDesk:
+            gate = StalenessGate(GROUPS, 0, STEPS)
+            return await open_ledger(tmp_path / "ledger", gate, SIZE, 1, LEASE_S, PATIENCE_S)
+
+        async with asyncio.timeout(60), rollout(engines=1, groups=GROUPS, size=SIZE, steps=STEPS, shard=0) as scene:
+            made = []
+            desk = await opened()
+            for step in range(1, STEPS + 1):
+                line = asyncio.ensure_future(told_by(scene, desk.hear))
+                await scene.serve(step - 1)
+                await desk.advance(step - 1)
+                manifest = await next_batch(desk, step)
+                line.cancel()
+                await asyncio.gather(line, return_exceptions=True)
+                before = desk.ledger.counts()
+                desk.close()
+                desk = await opened()
+                assert desk.ledger.counts() == before
+                again = await next_batch(desk, step)
+                assert again == manifest, "the batch is still out"
+                made.append([each.sample_id for each in again.samples])
+                await desk.trained(step)
+            desk.close()
+            assert made == [list(each) for each in single_ids]
+
+    single_ids = single()
+    asyncio.run(run())
+
+
+def test_a_process_that_does_not_answer_is_named():
+    first, second = (ServiceAddress(f"http://127.0.0.1:{port}", "token", 1) for port in (9, 10))
+    client = SeveralRollouts(first, 1.0, [RolloutClient(second, 1.0)])
+    with pytest.raises(ServiceFailed, match=r"/samples/fetch: the rollout role at 127.0.0.1:10 cannot be reached"):
+        client.fetch(["a"], [1])
+
+
+def test_a2_a_process_that_is_killed_and_comes_back_in_time_keeps_what_its_journal_has(tmp_path):
+    """Fault: killed with some groups ready and others under way."""
+
+    async def process(desk: LedgerDesk, incarnation: int, act: Callable[[Scene], Coroutine[Any, Any, Any]]) -> Any:
+        options = {"engines": 1, "groups": GROUPS, "size": SIZE, "steps": STEPS}
+        async with rollout(**options, shard=0) as scene:
+            scheduler: Any = scene.scheduler
+            scheduler.link.incarnation = incarnation
+            journal = scheduler.journal = JournalFile(tmp_path / "journal")
+            if (recovered := read_journal(tmp_path / "journal")) is not None:
+                scheduler.recover(recovered)
+            else:
+                journal.begin(scheduler.books())
+            journal.publish()
+            line = asyncio.ensure_future(told_by(scene, desk.hear))
+            try:
+                return await act(scene)
+            finally:
+                line.cancel()
+                await asyncio.gather(line, return_exceptions=True)
+                await journal.written()
+                await scheduler.close()
+                journal.close()
+
+    async def step(desk: LedgerDesk, scene: Scene, number: int) -> list[str]:
+        manifest = await next_batch(desk, number)
+        ids = [each.sample_id for each in manifest.samples]
+        made[number] = {each.sample_id: (each.tokens, each.versions) for each in scene.store.payloads(ids)}
+        await desk.trained(number)
+        return ids
+
+    async def run() -> None:
+        desk = await open_ledger(tmp_path / "ledger", StalenessGate(GROUPS, 0, STEPS), SIZE, 1, 60.0, PATIENCE_S)
+
+        async def before(scene: Scene) -> None:
+            await scene.serve(0)
+            await desk.advance(0)
+            await step(desk, scene, 1)
+            second = {
+                scene.scheduler.prompts.at(position).prompt.tokens[1] for position in range(GROUPS + 2, 2 * GROUPS)
+            }
+            scene.engines[0].stops = lambda tokens: tokens[1] in second
+            await scene.serve(1)
+            await desk.advance(1)
+            await scene.until(lambda: desk.ledger.books.ready() == 2)
+
+        async def after(scene: Scene) -> None:
+            await scene.serve(1)
+            for number in (2, 3):
+                await step(desk, scene, number)
+                if number == 2:
+                    assert scene.engines[0].calls["/generate"] == 2 * SIZE, "what was ready is not made again"
+                    await scene.serve(2)
+                    await desk.advance(2)
+
+        async with asyncio.timeout(60):
+            await process(desk, 1, before)
+            await process(desk, 2, after)
+        desk.close()
+
+    made: dict[int, Made] = {}
+    asyncio.run(run())
+    assert list(made.values()) == single()
