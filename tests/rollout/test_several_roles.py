@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from fake_engine import FakeEngine
@@ -17,7 +18,8 @@ from tiny_models import make_tiny_model
 
 from slimerl.engine.registration import register
 from slimerl.resilience.deadline import Deadline
-from slimerl.samples.messages import HoldRequest, ReleaseRequest, process_of_engine
+from slimerl.rollout.journal_file import TAKE_OVER
+from slimerl.samples.messages import EngineState, HoldRequest, ReleaseRequest, address_file, process_of_engine
 from slimerl.spec import SpecError, load_spec
 from slimerl.training.rollout_client import ServiceFailed
 from slimerl.training.several_rollouts import SeveralRollouts
@@ -46,13 +48,13 @@ def write_spec(directory: Path) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[int], "subprocess.Popen[bytes]"]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
     spec = write_spec(tmp_path)
     started: list[subprocess.Popen[bytes]] = []
 
-    def role(process: int) -> "subprocess.Popen[bytes]":
+    def role(process: int, *more: str) -> "subprocess.Popen[bytes]":
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        command = [sys.executable, "-m", "slimerl.rollout", str(spec), "--process", str(process)]
+        command = [sys.executable, "-m", "slimerl.rollout", str(spec), "--process", str(process), *more]
         with (tmp_path / f"role-{process}.log").open("ab") as log:
             started.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         return started[-1]
@@ -63,17 +65,27 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], "subprocess.Popen[bytes]"]
         each.wait()
 
 
+async def sync(client: SeveralRollouts, engines: list[FakeEngine], version: int) -> None:
+    reply = await asyncio.to_thread(client.hold, HoldRequest(version, PATIENCE_S))
+    assert sorted(each.engine_id for each in reply.engines) == ["engine-0", "engine-1"]
+    for engine in engines:
+        engine.version = str(version)
+    whole = [engine.engine_id for engine in engines]
+    await asyncio.to_thread(client.release, ReleaseRequest(reply.lease_id, version, whole))
+
+
+async def connected(run_dir: Path, stack: AsyncExitStack) -> tuple[SeveralRollouts, list[FakeEngine]]:
+    engines = [await stack.enter_async_context(FakeEngine(f"engine-{number}")) for number in range(2)]
+    deadline = Deadline("the rollout roles to start", START_S)
+    for index, engine in enumerate(engines):
+        await register(engine.info, run_dir, deadline, process_of_engine(index, PROCESSES))
+    connect = SeveralRollouts.connect_all
+    return await asyncio.to_thread(connect, run_dir, deadline, PATIENCE_S, PROCESSES, START_S), engines
+
+
 def test_two_roles_serve_one_trainer(tmp_path, start):
     roles = [start(process) for process in range(PROCESSES)]
     run_dir = tmp_path / "run"
-
-    async def sync(client: SeveralRollouts, engines: list[FakeEngine], version: int) -> None:
-        reply = await asyncio.to_thread(client.hold, HoldRequest(version, PATIENCE_S))
-        assert sorted(each.engine_id for each in reply.engines) == ["engine-0", "engine-1"]
-        for engine in engines:
-            engine.version = str(version)
-        whole = [engine.engine_id for engine in engines]
-        await asyncio.to_thread(client.release, ReleaseRequest(reply.lease_id, version, whole))
 
     async def take(client: SeveralRollouts, step: int) -> dict[str, Any]:
         manifest = await asyncio.to_thread(client.next_batch, step, PATIENCE_S)
@@ -86,17 +98,9 @@ def test_two_roles_serve_one_trainer(tmp_path, start):
         await asyncio.to_thread(client.trained, manifest.batch_id, step)
         return {each.sample_id: (each.tokens, each.versions) for each in payloads}
 
-    async def connected(stack: AsyncExitStack) -> tuple[SeveralRollouts, list[FakeEngine]]:
-        engines = [await stack.enter_async_context(FakeEngine(f"engine-{number}")) for number in range(2)]
-        deadline = Deadline("the rollout roles to start", START_S)
-        for index, engine in enumerate(engines):
-            await register(engine.info, run_dir, deadline, process_of_engine(index, PROCESSES))
-        connect = SeveralRollouts.connect_all
-        return await asyncio.to_thread(connect, run_dir, deadline, PATIENCE_S, PROCESSES), engines
-
     async def scene() -> None:
         async with asyncio.timeout(2 * START_S), AsyncExitStack() as stack:
-            client, engines = await connected(stack)
+            client, engines = await connected(run_dir, stack)
             with pytest.raises(ServiceFailed, match="no weights have been released yet"):
                 await asyncio.to_thread(client.next_batch, 1, 1.0)
             await sync(client, engines, 0)
@@ -116,6 +120,58 @@ def test_two_roles_serve_one_trainer(tmp_path, start):
     asyncio.run(scene())
 
 
+def test_a5_roles_that_are_killed_are_followed_by_others_that_have_what_they_held(tmp_path, start):
+    """Injected: both are killed while the trainer waits for step 2, of which one has made its share; then again while
+    that is out."""
+    run_dir = tmp_path / "run"
+
+    async def again(roles: list["subprocess.Popen[bytes]"], engines: list[FakeEngine]) -> list[Any]:
+        """As the conductor does, and the engines' own roles."""
+        for process, role in enumerate(roles):
+            role.kill()
+            role.wait()
+            (run_dir / address_file(process)).unlink()
+        started = [start(process, TAKE_OVER) for process in range(PROCESSES)]
+        deadline = Deadline("the rollout roles to start again", START_S)
+        for index, engine in enumerate(engines):
+            described = msgspec.structs.replace(engine.info, version=int(engine.version))
+            await register(described, run_dir, deadline, process_of_engine(index, PROCESSES))
+        return started
+
+    async def scene() -> None:
+        roles = [start(process) for process in range(PROCESSES)]
+        async with asyncio.timeout(2 * START_S), AsyncExitStack() as stack:
+            client, engines = await connected(run_dir, stack)
+            await sync(client, engines, 0)
+            first = await asyncio.to_thread(client.next_batch, 1, PATIENCE_S)
+            await asyncio.to_thread(client.trained, first.batch_id, 1)
+            engines[1].open.clear()
+            await sync(client, engines, 1)
+            await engines[1].running_requests(GROUPS // 2 * SIZE)
+            while (await asyncio.to_thread(client.status)).buffered < GROUPS // 2 * SIZE:
+                await asyncio.sleep(0.02)
+            waiting = asyncio.ensure_future(asyncio.to_thread(client.next_batch, 2, START_S))
+            roles = await again(roles, engines)
+            engines[1].open.set()
+            second = await waiting
+            assert engines[0].calls["/generate"] == GROUPS // 2 * SIZE * STEPS, "what was ready is not made again"
+            ids, shards = [each.sample_id for each in second.samples], second.shards
+            asked = asyncio.to_thread(client.fetch, ids, [shards[each.group_id] for each in second.samples])
+            fetching = asyncio.ensure_future(asked)
+            roles = await again(roles, engines)
+            assert [each.sample_id for each in await fetching] == ids
+            assert (await asyncio.to_thread(client.next_batch, 2, PATIENCE_S)).samples == second.samples
+            await asyncio.to_thread(client.trained, second.batch_id, 2)
+            status = await asyncio.to_thread(client.status)
+            assert status.admitted == status.trained == GROUPS * SIZE * STEPS
+            assert {each.state for each in status.engines} == {EngineState.SERVING}, "without another sync"
+            for role in roles:
+                role.terminate()
+            assert [await asyncio.to_thread(role.wait, 15) for role in roles] == [0, 0]
+
+    asyncio.run(scene())
+
+
 REWARDS = ("reward/correct", "reward/wrong", "reward/unparsable")
 
 
@@ -126,6 +182,10 @@ REWARDS = ("reward/correct", "reward/wrong", "reward/unparsable")
         (["rollout.port=4000"], "cannot all listen on rollout.port = 4000; set it to 0"),
         (["rollout.speculation.tier=exact"], "drafts are kept by one process"),
         (["algorithm.name=sft"], "takes its responses from the data; set rollout.processes: 1"),
+        (
+            ["engine.elastic.max=3", "cluster.placement=disaggregated", "training.steps=20"],
+            "with engine.elastic.min = 1 some could be left without an engine; raise it to 2",
+        ),
     ],
 )
 def test_what_several_processes_cannot_do_is_refused_with_the_fix(tmp_path, keys, message):
