@@ -1,7 +1,7 @@
 """The control services of several rollout processes: the first has the ledger, and answers the trainer for all of them.
 
-Flows in: as of `ControlService`; of the others, weights, engines and payloads alone. Flows out: batches of all shards,
-the books of the whole run, and its state for a checkpoint.
+Flows in: as of `ControlService`; of the others, weights, engines, payloads and parts of evaluations. Flows out: batches
+of all shards, the books of the whole run, and its state for a checkpoint.
 Invariant: of groups that no step has trained a checkpoint has that they are to be made: a run that goes on there makes
 them again, under the same ids and from the same seeds.
 """
@@ -21,8 +21,10 @@ from slimerl.rollout.ledger_desk import LedgerDesk
 from slimerl.rollout.prompts import PromptStream
 from slimerl.rollout.scheduler import RolloutStopped
 from slimerl.rollout.service import ControlService, Handler, NoEngine
+from slimerl.rollout.shared_evaluation import evaluated_part
 from slimerl.rollout.weights import HoldError
 from slimerl.samples.books import StoreError, step_of_batch
+from slimerl.samples.ledger_messages import EvaluatedPart, EvaluatePart
 from slimerl.samples.messages import (
     BatchManifest,
     BatchTrained,
@@ -45,6 +47,8 @@ class ShardService(ControlService):
     """Of any of the processes. `news`: called when there may be something to tell the ledger."""
 
     news: Callable[[], None] = lambda: None
+    _parts: "dict[tuple[int, int], asyncio.Task[EvaluatedPart]]" = field(default_factory=dict)
+    """The newest evaluation, by its step and version."""
 
     def _progressed(self) -> None:
         super()._progressed()
@@ -52,6 +56,31 @@ class ShardService(ControlService):
 
     async def next_batch(self, request: NextBatchRequest) -> BatchManifest | SyncWanted:
         raise StoreError(f"batch {request.step}: this rollout process is one of several; ask the first one")
+
+    def application(self) -> web.Application:
+        application = super().application()
+        application.add_routes([web.post(Path.EVALUATE_PART, self._evaluate_part)])
+        return application
+
+    def stop(self) -> None:
+        super().stop()
+        for evaluating in self._parts.values():
+            evaluating.cancel()
+
+    async def _evaluate_part(self, request: web.Request) -> web.Response:
+        """Answers with an `EvaluatedPart`; asked again, maybe by another process, it is the same evaluation."""
+        wanted = decode(await request.read(), EvaluatePart)
+        key = (wanted.step, self.router.version)
+        if key not in self._parts:
+            for of_before in self._parts.values():
+                of_before.cancel()
+            self._parts = {key: asyncio.create_task(evaluated_part(self.evaluation, wanted))}
+        evaluating = self._parts[key]
+        try:
+            return _answer(await asyncio.shield(evaluating))
+        finally:
+            if evaluating.done() and (evaluating.cancelled() or evaluating.exception() is not None):
+                self._parts.pop(key, None)
 
 
 @dataclass
@@ -64,7 +93,8 @@ class FrontService(ShardService):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.ledger.changed = self._progressed
+        # not `_progressed`: whoever reports would be told that there is something to report
+        self.ledger.changed = self._progress.set
 
     @property
     def ledger(self) -> LedgerDesk:
@@ -88,6 +118,14 @@ class FrontService(ShardService):
             trained=counts.trained,
             dropped=counts.dropped,
         )
+
+    def _serving(self) -> bool:
+        """Has every process an engine that serves?"""
+        return self.ledger.all_serve()
+
+    def _unsynced(self) -> list[str]:
+        """Of all processes."""
+        return [] if self.weights.busy else self.ledger.unsynced()
 
     def _released(self, version: int) -> None:
         self.ledger.ledger.advance(version)
@@ -124,7 +162,7 @@ class FrontService(ShardService):
                 raise HoldError("no weights have been released yet; sync them before asking for a batch")
             if stopped := self.ledger.stopped():
                 raise RolloutStopped(stopped)
-            if not self.weights.busy and (engines := self.ledger.unsynced()):
+            if engines := self._unsynced():
                 return SyncWanted(engines)
             deadline.check(self.ledger.what_is_missing())
             try:

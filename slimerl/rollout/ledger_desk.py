@@ -111,6 +111,10 @@ class LedgerDesk:
         """Engines of all shards that have registered since the last sync."""
         return [name for each in self._present() for name in each.unsynced]
 
+    def all_serve(self) -> bool:
+        """Has every shard that is there an engine that serves?"""
+        return all(each.serving for each in self._present())
+
     def _present(self) -> list[ShardReport]:
         """The last reports of the shards that are not lost."""
         shards = self.ledger.books.shards

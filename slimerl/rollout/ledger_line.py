@@ -9,15 +9,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
-import aiohttp
 import msgspec
 
 from slimerl.resilience.deadline import Deadline
+from slimerl.rollout.process_calls import ProcessCalls, ProcessUnreachable
 from slimerl.rollout.shard_link import ShardLink
 from slimerl.samples.ledger_messages import LedgerReply, NotHeard, Order, ShardJoin, ShardReport
-from slimerl.samples.messages import TOKEN_HEADER, Refusal, decode, encode, read_address
 from slimerl.samples.messages import Path as Endpoint
 
 logger = logging.getLogger(__name__)
@@ -30,17 +29,8 @@ FIRST_WAIT_S = 0.5
 ANSWER_S = 20.0
 """For an answer, beside what it may wait."""
 
-
-class LedgerUnreachable(RuntimeError):
-    """It did not take what was sent, or not in time; worth another attempt."""
-
-
-class LedgerRefused(RuntimeError):
-    """It did not accept what was said; it would not the next time."""
-
-
 Ask = Callable[[ShardJoin | ShardReport], Awaitable[LedgerReply | NotHeard]]
-"""Raises LedgerUnreachable, LedgerRefused."""
+"""Raises ProcessUnreachable, ProcessRefused."""
 
 
 async def _nothing() -> None: ...
@@ -74,12 +64,12 @@ class LedgerLine:
         self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled. Raises LedgerRefused, DeadlineExceeded."""
+        """Until cancelled. Raises ProcessRefused, DeadlineExceeded."""
         deadline = Deadline("the admission ledger to answer", self.patience_s)
         while True:
             try:
                 await self._exchange()
-            except LedgerUnreachable as error:
+            except ProcessUnreachable as error:
                 deadline.check(str(error))
                 await asyncio.sleep(RETRY_S)
             else:
@@ -116,37 +106,15 @@ class LedgerLine:
             self.carry_out(order)
 
 
-class HttpLedger:
-    """An `Ask` over HTTP: the ledger of the first rollout process of a run, wherever that is now."""
+def remote_ledger(calls: ProcessCalls) -> Ask:
+    """The ledger of the first rollout process of a run, wherever that is now."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._session: aiohttp.ClientSession | None = None
+    read: Callable[[bytes], LedgerReply | NotHeard] = partial(msgspec.msgpack.decode, type=LedgerReply | NotHeard)
 
-    async def __call__(self, message: ShardJoin | ShardReport) -> LedgerReply | NotHeard:
-        if self._session is None:
-            self._session = aiohttp.ClientSession()
-        joins = isinstance(message, ShardJoin)
-        path = Endpoint.LEDGER_JOIN if joins else Endpoint.LEDGER_REPORT
-        limit = aiohttp.ClientTimeout(total=ANSWER_S + (0.0 if isinstance(message, ShardJoin) else message.wait_s))
-        try:
-            address = read_address(self._run_dir)
-            url, headers = address.url + path, {TOKEN_HEADER: address.token}
-            async with self._session.post(url, data=encode(message), headers=headers, timeout=limit) as response:
-                body, status = await response.read(), response.status
-        except (OSError, aiohttp.ClientError, TimeoutError) as error:
-            raise LedgerUnreachable(f"{path}: {type(error).__name__}: {error}") from error
-        try:
-            if status < 400:
-                return decode(body, LedgerReply | NotHeard)  # type: ignore[arg-type]
-            why = decode(body, Refusal).error
-        except msgspec.MsgspecError as error:
-            raise LedgerUnreachable(f"{path}: the answer ({status}) cannot be read: {error}") from error
-        # 401: the address file is of a process that has ended; 5xx: it is ending, or its disk is slow
-        if status == 401 or status >= 500:
-            raise LedgerUnreachable(f"{path}: refused with {status}: {why}")
-        raise LedgerRefused(f"{path}: refused with {status}: {why}")
+    async def ask(message: ShardJoin | ShardReport) -> LedgerReply | NotHeard:
+        path, wait_s = Endpoint.LEDGER_JOIN, 0.0
+        if isinstance(message, ShardReport):
+            path, wait_s = Endpoint.LEDGER_REPORT, message.wait_s
+        return await calls.ask(0, path, message, read, ANSWER_S + wait_s)
 
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+    return ask

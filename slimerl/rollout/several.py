@@ -14,11 +14,13 @@ from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.front import FrontService, ShardService
 from slimerl.rollout.journal_places import ledger_log_of
 from slimerl.rollout.ledger_desk import LedgerDesk, open_ledger
-from slimerl.rollout.ledger_line import Ask, HttpLedger, LedgerLine
+from slimerl.rollout.ledger_line import Ask, LedgerLine, remote_ledger
+from slimerl.rollout.process_calls import ProcessCalls
 from slimerl.rollout.prompts import Prompt
 from slimerl.rollout.service import ControlService
 from slimerl.rollout.shard_link import ShardLink
 from slimerl.rollout.shard_scheduler import OrderedGate, OrderedPrompts, ShardScheduler
+from slimerl.rollout.shared_evaluation import over_all
 from slimerl.spec import RunSpec
 
 LEASE_S = 60.0
@@ -87,10 +89,11 @@ async def beside_it(
     scheduler = service.scheduler
     if not isinstance(scheduler, ShardScheduler) or scheduler.journal is None:
         raise TypeError("one of several rollout processes makes what is ordered, and keeps a journal")
+    calls = ProcessCalls(spec.run_dir)
     if isinstance(service, FrontService):
         service.catch_up()
-    remote = HttpLedger(spec.run_dir)
-    ask: Ask = desk.hear if desk is not None else remote
+        service.evaluation = over_all(service.evaluation, calls, spec.rollout.processes)
+    ask: Ask = desk.hear if desk is not None else remote_ledger(calls)
     line = LedgerLine(
         *(scheduler.link, ask, scheduler.room, scheduler.carry_out, spec.deadlines.start_s),
         journaled=scheduler.journal.written,
@@ -102,4 +105,4 @@ async def beside_it(
     try:
         yield [line.run(), *([] if desk is None else [desk.watch()])]
     finally:
-        await remote.close()
+        await calls.close()

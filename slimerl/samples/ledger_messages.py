@@ -1,4 +1,4 @@
-"""The wire between rollout processes: what a shard tells the admission ledger, and what the ledger tells it.
+"""The wire between rollout processes: what a shard tells the admission ledger, what the ledger tells it, evaluations.
 
 Flows in both ways a numbered stream: a shard's events, the ledger's orders. Whoever speaks says all that the other has
 not acknowledged yet; whoever hears passes over the numbers that it knows. So a message may be lost, repeated or
@@ -111,3 +111,28 @@ class LedgerReply(msgspec.Struct, frozen=True, tag=True):
     first: int = 1
     """Number of the first of the orders."""
     orders: list[Order] = []
+
+
+class EvaluatePart(msgspec.Struct, frozen=True):
+    """Answer every `parts`-th held-out prompt of each set, from `part` on."""
+
+    step: int
+    timeout_s: float
+    part: int
+    parts: int
+
+
+class EvaluatedAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """One judged answer; `said`: what it gives as its answer, None: nothing; `failure`: why it is not judged, or empty."""
+
+    correct: bool
+    said: str | None
+    tokens: int
+    failure: str = ""
+
+
+class EvaluatedPart(msgspec.Struct, frozen=True):
+    """By `version`. `answers`: of each set, of each of its prompts in the part."""
+
+    version: int
+    answers: list[list[list[EvaluatedAnswer]]]

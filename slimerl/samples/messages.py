@@ -35,6 +35,7 @@ class Path(StrEnum):
     FETCH_SAMPLES = "/samples/fetch"
     EVALUATE = "/evaluate"
     BEGIN_EVALUATION = "/evaluate/begin"
+    EVALUATE_PART = "/evaluate/part"
     STATE = "/state"
     RESTORE = "/state/restore"
     LEDGER_JOIN = "/ledger/join"

@@ -170,7 +170,7 @@ class RolloutSpec(Strict):
     speculation: SpeculationSpec = SpeculationSpec()
     processes: Positive = 1
     """Rollout processes. Each has its share of the engines, makes its share of the samples and holds them until they
-    are trained; the first keeps the books of all and evaluates."""
+    are trained; the first keeps the books of all."""
     port: Port = 0
     """Port of the control service; 0 takes a free one."""
 

@@ -25,18 +25,22 @@ from slimerl.training.rollout_client import ServiceFailed
 from slimerl.training.several_rollouts import SeveralRollouts
 
 START_S, PATIENCE_S = 120.0, 20.0
-GROUPS, SIZE, STEPS, PROCESSES = 4, 2, 2, 2
+GROUPS, SIZE, STEPS, PROCESSES, PROMPTS = 4, 2, 2, 2, 10
 
 
 def write_spec(directory: Path) -> Path:
     make_tiny_model("qwen3", directory / "model", num_hidden_layers=1, hidden_size=16)
-    rows = [{"id": f"{n}", "prompt": f"{n}=", "answer": str(n)} for n in range(10)]
+    rows = [{"id": f"{n}", "prompt": f"{n}=", "answer": str(n)} for n in range(PROMPTS)]
     (directory / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     spec = {
         "name": "several",
         "output_dir": str(directory / "run"),
         "model": {"path": str(directory / "model")},
-        "data": {"train_path": str(directory / "train.jsonl"), "max_prompt_tokens": 8},
+        "data": {
+            "train_path": str(directory / "train.jsonl"),
+            "eval_path": str(directory / "train.jsonl"),
+            "max_prompt_tokens": 8,
+        },
         "training": {"steps": STEPS, "prompts_per_step": GROUPS},
         "rollout": {"samples_per_prompt": SIZE, "max_new_tokens": 16, "processes": PROCESSES},
         "engine": {"replicas": 2},
@@ -91,6 +95,7 @@ def test_two_roles_serve_one_trainer(tmp_path, start):
         manifest = await asyncio.to_thread(client.next_batch, step, PATIENCE_S)
         assert sorted(manifest.shards.values()) == [0, 0, 1, 1]
         assert manifest.metrics["rollout/samples"] == GROUPS * SIZE
+        assert manifest.metrics["rollout/engines"] == 2
         assert sum(value for name, value in manifest.metrics.items() if name in REWARDS) == GROUPS * SIZE
         ids = [each.sample_id for each in manifest.samples]
         shards = [manifest.shards[each.group_id] for each in manifest.samples]
@@ -113,6 +118,9 @@ def test_two_roles_serve_one_trainer(tmp_path, start):
             assert status.admitted == status.trained == len(first | second) == GROUPS * SIZE * STEPS
             assert [each.engine_id for each in status.engines] == ["engine-0", "engine-1"]
             assert all(engine.calls["/generate"] == GROUPS // 2 * SIZE * STEPS for engine in engines)
+            reply = await asyncio.to_thread(client.evaluate, 2, PATIENCE_S)
+            assert (reply.version, reply.prompts) == (1, PROMPTS)
+            assert {engine.calls["/generate"] for engine in engines} == {GROUPS // 2 * SIZE * STEPS + PROMPTS // 2}
             for role in roles:
                 role.terminate()
             assert [await asyncio.to_thread(role.wait, 15) for role in roles] == [0, 0]

@@ -19,7 +19,8 @@ from slimerl.rollout.announcing import announce
 from slimerl.rollout.front import FrontService
 from slimerl.rollout.journal_file import JournalFile, read_journal
 from slimerl.rollout.ledger_desk import LedgerDesk, open_ledger
-from slimerl.rollout.ledger_line import HttpLedger, LedgerLine
+from slimerl.rollout.ledger_line import LedgerLine, remote_ledger
+from slimerl.rollout.process_calls import ProcessCalls
 from slimerl.samples.books import StoreError
 from slimerl.samples.messages import BatchManifest, RolloutState, ServiceAddress, address_file
 from slimerl.training.rollout_client import RolloutClient, ServiceFailed
@@ -99,8 +100,9 @@ def fleet(act: Callable[[Fleet], Coroutine[Any, Any, Any]], run_dir: Path, shard
                 await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
                 url = f"http://127.0.0.1:{runners[-1].addresses[0][1]}"
                 announce(run_dir / address_file(shard), ServiceAddress(url, "token", os.getpid()))
-            ledgers = [HttpLedger(run_dir) for _ in scenes[1:]]
-            asks = [desk.hear, *ledgers]
+            calls = ProcessCalls(run_dir)
+            stack.push_async_callback(calls.close)
+            asks = [desk.hear, *(remote_ledger(calls) for _ in scenes[1:])]
             lines = [asyncio.ensure_future(told_by(scene, ask)) for scene, ask in zip(scenes, asks, strict=True)]
             watch = asyncio.ensure_future(desk.watch())
             try:
@@ -109,8 +111,6 @@ def fleet(act: Callable[[Fleet], Coroutine[Any, Any, Any]], run_dir: Path, shard
                 for task in (*lines, watch):
                     task.cancel()
                 ended = await asyncio.gather(*lines, watch, return_exceptions=True)
-                for ledger in ledgers:
-                    await ledger.close()
                 assert all(isinstance(each, asyncio.CancelledError) for each in ended), ended
 
     return asyncio.run(run())
@@ -184,13 +184,27 @@ def test_a2_a_process_that_ends_costs_no_sample_for_another_makes_its_groups(tmp
     assert fleet(act, tmp_path, 2) == single()
 
 
+def front_of(made: Fleet) -> FrontService:
+    service = made.scenes[0].service
+    parts = {each.name: getattr(service, each.name) for each in fields(service) if not each.name.startswith("_")}
+    return FrontService(**parts, desk=made.desk, samples_per_group=SIZE)
+
+
+def test_what_the_ledger_hears_is_no_news_for_it(tmp_path):
+    """Fault: the first process would report that it was reported to, and so on without end."""
+
+    async def act(made: Fleet) -> None:
+        front, told = front_of(made), list[str]()
+        front.news = lambda: told.append("news")
+        await made.desk.tell()
+        assert told == []
+        assert front._progress.is_set(), "whoever waits for a batch looks again"
+
+    fleet(act, tmp_path, 1)
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_c1_a_run_that_goes_on_from_its_state_gets_what_it_would_have_got(tmp_path, staleness):
-    def front_of(made: Fleet) -> FrontService:
-        service = made.scenes[0].service
-        parts = {each.name: getattr(service, each.name) for each in fields(service) if not each.name.startswith("_")}
-        return FrontService(**parts, desk=made.desk, samples_per_group=SIZE)
-
     async def before(made: Fleet) -> tuple[RolloutState, Made]:
         await made.serve(0)
         _, payloads = await made.take(1)
