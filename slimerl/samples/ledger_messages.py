@@ -123,7 +123,7 @@ class EvaluatePart(msgspec.Struct, frozen=True):
 
 
 class EvaluatedAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """One judged answer; `said`: what it gives as its answer, None: nothing; `failure`: why it is not judged, or empty."""
+    """`said`: what a response gives as its answer, None: nothing; `failure`: why it is not judged, or empty."""
 
     correct: bool
     said: str | None

@@ -22,8 +22,8 @@ def check_processes(spec: "RunSpec") -> None:
         )
     if spec.engine.elastic is not None and spec.engine.elastic.min < count:
         raise ValueError(
-            f"{why}: with engine.elastic.min = {spec.engine.elastic.min} some could be left without an engine; raise it "
-            f"to {count}, or set rollout.processes: 1"
+            f"{why}: with engine.elastic.min = {spec.engine.elastic.min} some could be left without an engine; "
+            f"raise it to {count}, or set rollout.processes: 1"
         )
     if spec.agent.kind == "external":
         raise ValueError(f"{why}: agent programs are served by one process; set rollout.processes: 1")
