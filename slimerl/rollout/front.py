@@ -155,6 +155,8 @@ class FrontService(ShardService):
             manifest = self.ledger.take_batch(request.step)
             if manifest is not None:
                 figures = {"rollout/event_loop_lag_s": self.lag.take_worst_s()} | self.figures()
+                if self._journal_failed():
+                    figures["rollout/journal_failed"] = 1.0
                 return msgspec.structs.replace(manifest, metrics={**manifest.metrics, **figures})
             if self.shutdown.is_set():
                 raise NoEngine("the rollout role is shutting down")
@@ -211,6 +213,10 @@ class FrontService(ShardService):
     def _saved(self, prompts: PromptStream, group: LedgerGroup) -> SavedGroup:
         name = prompts.at(group.position).group_id
         return SavedGroup(name, group.version, [f"{name}/{number}" for number in range(self.samples_per_group)], [])
+
+    def _journal_failed(self) -> bool:
+        journal = self.scheduler.journal
+        return bool(self.ledger.log.failure or (journal is not None and journal.failure))
 
     def _soon(self, telling: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(telling)

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 
@@ -106,15 +105,17 @@ class LedgerLine:
             self.carry_out(order)
 
 
+def _reply(body: bytes) -> LedgerReply | NotHeard:
+    return msgspec.msgpack.decode(body, type=LedgerReply | NotHeard)
+
+
 def remote_ledger(calls: ProcessCalls) -> Ask:
     """The ledger of the first rollout process of a run, wherever that is now."""
-
-    read: Callable[[bytes], LedgerReply | NotHeard] = partial(msgspec.msgpack.decode, type=LedgerReply | NotHeard)
 
     async def ask(message: ShardJoin | ShardReport) -> LedgerReply | NotHeard:
         path, wait_s = Endpoint.LEDGER_JOIN, 0.0
         if isinstance(message, ShardReport):
             path, wait_s = Endpoint.LEDGER_REPORT, message.wait_s
-        return await calls.ask(0, path, message, read, ANSWER_S + wait_s)
+        return await calls.ask(0, path, message, _reply, ANSWER_S + wait_s)
 
     return ask
