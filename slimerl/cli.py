@@ -60,8 +60,8 @@ def run(
       slimerl run configs/quickstart.yaml --fresh training.steps=5
       slimerl run my.yaml output_dir=/big/my-run engine.replicas=2
     """
-    from slimerl.conductor.run import RunDirectoryTaken
     from slimerl.conductor.run import run as conduct
+    from slimerl.conductor.run_directory import RunDirectoryTaken
     from slimerl.conductor.supervise import RoleFailed
     from slimerl.conductor.termination import Terminated
     from slimerl.telemetry.run_log import RecordDamaged
@@ -204,8 +204,8 @@ def prepare(
       slimerl prepare configs/quickstart.yaml
     """
     from slimerl.conductor.reach import reach_faults, unwatched_faults
-    from slimerl.conductor.run import RunDirectoryTaken
     from slimerl.conductor.run import prepare as make_ready
+    from slimerl.conductor.run_directory import RunDirectoryTaken
     from slimerl.telemetry.run_log import RecordDamaged
 
     loaded = _loaded(spec, overrides)
@@ -246,7 +246,7 @@ def stop(run_dir: RunDirectory) -> None:
     Exit code 0: it is asked to; if its checkpoint fails, the run itself ends with an error. 2: RUN_DIR is no run's
     directory, no run holds it now, or the run keeps no checkpoints.
     """
-    from slimerl.conductor.run import SPEC_FILE
+    from slimerl.conductor.run_directory import SPEC_FILE
     from slimerl.training.checkpoint.directory import STOP_FILE
 
     spec_file = run_dir / SPEC_FILE
@@ -325,7 +325,7 @@ def trace(run_dir: RunDirectory) -> None:
 
 
 def _held(run_dir: Path) -> bool:
-    from slimerl.conductor.run import RunDirectoryTaken, is_held
+    from slimerl.conductor.run_directory import RunDirectoryTaken, is_held
 
     try:
         return is_held(run_dir)

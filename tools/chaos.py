@@ -2,6 +2,7 @@
 
     python tools/chaos.py configs/quickstart.yaml --faults 20 --seed 1
     python tools/chaos.py configs/quickstart.yaml --faults 200 training.prompts_per_step=8
+    python tools/chaos.py configs/quickstart.yaml --faults 200 training.prompts_per_step=8 --resume    # was interrupted
 
 The run is made twice, undisturbed and under fire, in OUT/calm and OUT/fire; each fault strikes at a random moment once
 the last one has been survived. Survived: the run records a step further than before, by itself, within the limit of
@@ -11,23 +12,19 @@ something of it is not so.
 """
 
 import json
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import psutil
 import typer
+from chaos_faults import ALIVE_S, KINDS, POLL_S, STAYING, Fired
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -35,179 +32,17 @@ from safetensors.torch import load_file
 
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.resilience.tied import tied_command
-from slimerl.samples.messages import EngineState, read_address
 from slimerl.spec import SpecError, load_spec
 from slimerl.telemetry import read_records
-from slimerl.telemetry.run_log import METRICS_FILE, newest_step
-from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps
-from slimerl.training.rollout_client import RolloutClient
+from slimerl.telemetry.run_log import METRICS_FILE
 
 CHECKPOINT_STEPS = 2
-FROZEN_S = 5.0
-ALIVE_S = 15.0
-"""`deadlines.alive_s` under fire: longer than a process is frozen that wakes up again."""
-ENGINE_S, ROLE_S = 45.0, 60.0
-"""Limits of recovery."""
-POLL_S = 0.05
-COMMAND_S = 60.0
 START_S = 240.0
 LEFT = ("calm", "fire", "fire.log", "faults.jsonl")
 """What a call leaves in its OUT."""
 COMPARED = ("train/loss", "rollout/mean_reward", "rollout/generated_tokens")
 
 console = Console(markup=False)
-
-
-@dataclass
-class Fired:
-    """The run that faults strike."""
-
-    command: list[str]
-    run_dir: Path
-    process: subprocess.Popen[bytes] | None = None
-    seen: dict[int, psutil.Process] = field(default_factory=dict)
-    timers: list[threading.Timer] = field(default_factory=list)
-
-    def start(self) -> None:
-        with (self.run_dir.parent / f"{self.run_dir.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(tied_command(self.command), stdout=log, stderr=log)
-
-    def tree(self) -> list[psutil.Process]:
-        assert self.process is not None
-        with suppress(psutil.NoSuchProcess):
-            conductor = psutil.Process(self.process.pid)
-            alive = [conductor, *conductor.children(recursive=True)]
-            self.seen.update((process.pid, process) for process in alive)
-            return alive
-        return []
-
-    def find(self, text: str) -> list[psutil.Process]:
-        found = []
-        for process in self.tree():
-            with suppress(psutil.Error):
-                if text in " ".join([process.name(), *process.cmdline()]) + " ":
-                    found.append(process)
-        return found
-
-    @property
-    def newest_step(self) -> int:
-        return newest_step(self.run_dir)
-
-    def ended(self) -> int | None:
-        assert self.process is not None
-        return self.process.poll()
-
-    def left_behind(self) -> list[str]:
-        """Command lines of what was once of the run and still runs."""
-        alive = [process for process in self.seen.values() if process.is_running()]
-        _, alive = psutil.wait_procs(alive, timeout=10)
-        return [" ".join(process.cmdline()) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-Strike = Callable[[Fired, random.Random], bool]
-"""Returns whether there was something to strike."""
-
-
-def killed(text: str) -> Strike:
-    def strike(run: Fired, chance: random.Random) -> bool:
-        return (victim := _one(run, text, chance)) is not None and _signalled(victim, signal.SIGKILL)
-
-    return strike
-
-
-def stopped(text: str) -> Strike:
-    """For good: it is to be found standing still, and killed."""
-
-    def strike(run: Fired, chance: random.Random) -> bool:
-        return (victim := _one(run, text, chance)) is not None and _signalled(victim, signal.SIGSTOP)
-
-    return strike
-
-
-def frozen(text: str) -> Strike:
-    """For a while."""
-
-    def strike(run: Fired, chance: random.Random) -> bool:
-        victim = _one(run, text, chance)
-        if victim is None or not _signalled(victim, signal.SIGSTOP):
-            return False
-        timer = threading.Timer(FROZEN_S, _signalled, (victim, signal.SIGCONT))
-        timer.start()
-        run.timers.append(timer)
-        return True
-
-    return strike
-
-
-def conductor_killed(run: Fired, chance: random.Random) -> bool:
-    """Everything goes with it; the same command goes on."""
-    if run.process is None or not complete_steps(run.run_dir / CHECKPOINTS_DIR):
-        return False
-    run.tree()
-    run.process.kill()
-    run.process.wait()
-    if left := run.left_behind():
-        raise AssertionError(f"the conductor was killed, and still there are: {left}")
-    run.start()
-    return True
-
-
-def checkpoint_truncated(run: Fired, chance: random.Random) -> bool:
-    """The largest file of the newest checkpoint, and a trainer rank is killed: the checkpoint before it has to do."""
-    steps = complete_steps(run.run_dir / CHECKPOINTS_DIR)
-    if len(steps) < 2:
-        return False
-    newest = run.run_dir / CHECKPOINTS_DIR / f"step-{steps[0]}"
-    with suppress(FileNotFoundError):  # an older one may just be going
-        largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-        os.truncate(largest, largest.stat().st_size // 2)
-    return killed(RANK)(run, chance)
-
-
-def engine_exchanged(run: Fired, chance: random.Random) -> bool:
-    """One is added by command; once it serves, another is removed."""
-    client = RolloutClient(read_address(run.run_dir), COMMAND_S)
-    added = _told("add", run).split()[-1]
-
-    def serves() -> bool:
-        _alive(run)
-        return any(one.engine_id == added and one.state is EngineState.SERVING for one in client.status().engines)
-
-    Deadline(f"{added} to serve", ENGINE_S).wait_until(serves)
-    others = [one.engine_id for one in client.status().engines if one.state is EngineState.SERVING]
-    _told("remove", run, chance.choice([name for name in others if name != added]))
-    return True
-
-
-def _told(command: str, run: Fired, *arguments: str) -> str:
-    whole = [sys.executable, "-m", "slimerl.cli", "engines", command, str(run.run_dir), *arguments]
-    done = subprocess.run(whole, capture_output=True, text=True, timeout=COMMAND_S)
-    if done.returncode:
-        raise AssertionError(f"engines {command}: {done.stderr}")
-    return done.stdout.strip()
-
-
-ENGINE, SERVER, ROLLOUT = "-m slimerl.engine ", "sglang::scheduler", "-m slimerl.rollout "
-RANK, LAUNCHER = "-u -m slimerl.training ", "torch.distributed.run "
-KINDS: dict[str, tuple[Strike, float]] = {
-    "engine role killed": (killed(ENGINE), ENGINE_S),
-    "engine's scheduler killed": (killed(SERVER), ENGINE_S),
-    "engine's scheduler frozen": (frozen(SERVER), ENGINE_S),
-    "rollout role killed": (killed(ROLLOUT), ROLE_S),
-    "rollout role frozen": (frozen(ROLLOUT), ROLE_S),
-    "engine's scheduler stopped": (stopped(SERVER), ALIVE_S + ENGINE_S),
-    "rollout role stopped": (stopped(ROLLOUT), ALIVE_S + ROLE_S),
-    "trainer rank stopped": (stopped(RANK), ALIVE_S + ROLE_S),
-    "launcher stopped": (stopped(LAUNCHER), ALIVE_S + ROLE_S),
-    "trainer rank killed": (killed(RANK), ROLE_S),
-    "trainer rank frozen": (frozen(RANK), ROLE_S),
-    "launcher killed": (killed(LAUNCHER), ROLE_S),
-    "conductor killed": (conductor_killed, ROLE_S),
-    "checkpoint truncated": (checkpoint_truncated, ROLE_S),
-    "engine exchanged": (engine_exchanged, ENGINE_S),
-}
-STAYING = dict.fromkeys(("rollout role killed", "rollout role stopped"), (ENGINE, SERVER, LAUNCHER))
-"""By kind, processes that must live through the fault; the launcher ends with any of its ranks."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +64,7 @@ def main(
     steps_per_fault: Annotated[int, typer.Option(help="Raise it where the run ends before its faults.")] = 6,
     kinds: Annotated[str, typer.Option(help=f"Some of: {', '.join(KINDS)}.")] = ",".join(KINDS),
     out: Annotated[Path, typer.Option(help="An earlier one is replaced.")] = Path("runs/chaos"),
+    resume: Annotated[bool, typer.Option(help="Go on with the same call's OUT, which was interrupted.")] = False,
 ) -> None:
     """Run SPEC undisturbed and under FAULTS faults, and compare."""
     chosen = [kind.strip() for kind in kinds.split(",")]
@@ -236,16 +72,18 @@ def main(
         raise typer.BadParameter(f"unknown kinds: {', '.join(unknown)}; there are {', '.join(KINDS)}")
     try:
         load_spec(spec, overrides or ())
-        emptied(out)
+        if not resume:
+            emptied(out)
     except (SpecError, NotOurs) as error:
         raise typer.BadParameter(str(error)) from None
     steps = steps_per_fault * faults
     own = [f"training.steps={steps}", f"checkpoint.every_steps={CHECKPOINT_STEPS}", *(overrides or ())]
-    console.print(f"undisturbed: {steps} steps", highlight=False)
-    calm = subprocess.run(tied_command(_command(spec, own, out / "calm")))
-    if calm.returncode:
-        raise typer.Exit(calm.returncode)
-    survived, problems = struck(spec, own, chosen, faults, random.Random(seed), out)
+    if not _is_over(out / "calm"):
+        console.print(f"undisturbed: {steps} steps", highlight=False)
+        calm = subprocess.run(tied_command(_command(spec, own, out / "calm")))
+        if calm.returncode:
+            raise typer.Exit(calm.returncode)
+    survived, problems = struck(spec, own, order_of(chosen, faults, seed), seed, out)
     problems += compared(out / "calm", out / "fire", steps)
     console.print(summary(survived))
     for problem in problems:
@@ -275,45 +113,63 @@ def _command(spec: Path, overrides: Sequence[str], run_dir: Path) -> list[str]:
     return [sys.executable, "-m", "slimerl.cli", "run", str(spec), *overrides, *own]
 
 
+def _is_over(run_dir: Path) -> bool:
+    return (run_dir / "model").exists()
+
+
+def order_of(kinds: Sequence[str], faults: int, seed: int) -> list[str]:
+    """So many, each kind as often as the others."""
+    order = [kinds[number % len(kinds)] for number in range(faults)]
+    random.Random(seed).shuffle(order)
+    return order
+
+
 def struck(
-    spec: Path, overrides: Sequence[str], kinds: Sequence[str], faults: int, chance: random.Random, out: Path
+    spec: Path, overrides: Sequence[str], order: Sequence[str], seed: int, out: Path
 ) -> tuple[list[Survived], list[str]]:
-    """Run SPEC in OUT/fire under fire; what was survived, and what went wrong."""
-    budget = [f"resilience.{key}={faults + 1}" for key in ("run_restarts", "engine_restarts", "rollout_restarts")]
+    """Run SPEC in OUT/fire under the faults of `order`; what was survived, and what went wrong. Those that OUT tells of
+    have struck already."""
+    budget = [f"resilience.{key}={len(order) + 1}" for key in ("run_restarts", "engine_restarts", "rollout_restarts")]
     budget.append(f"deadlines.alive_s={ALIVE_S}")
     run = Fired(_command(spec, [*overrides, *budget], out / "fire"), out / "fire")
-    survived, problems = under_fire(run, kinds, faults, chance, out / "faults.jsonl")
-    return survived, problems + [f"left behind: {each}" for each in run.left_behind()]
+    survived, problems = read_survived(out / "faults.jsonl"), []
+    if len(survived) < len(order) or not _is_over(run.run_dir):
+        problems = under_fire(run, order, seed, survived, out / "faults.jsonl")
+    late = [f"{one.kind}: {one.recovery_s:.1f} s, above {one.limit_s:g} s" for one in survived if _late(one)]
+    return survived, [*problems, *late, *(f"left behind: {each}" for each in run.left_behind())]
 
 
-def under_fire(
-    run: Fired, kinds: Sequence[str], faults: int, chance: random.Random, record: Path
-) -> tuple[list[Survived], list[str]]:
-    """Strike until the faults are used up, then let the run come to its end; what was survived, and what went wrong."""
-    survived: list[Survived] = []
+def read_survived(record: Path) -> list[Survived]:
+    """A line that was cut off is of a fault that strikes once more."""
+    text = record.read_text() if record.exists() else ""
+    return [Survived(**json.loads(line)) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def under_fire(run: Fired, order: Sequence[str], seed: int, survived: list[Survived], record: Path) -> list[str]:
+    """Strike until the faults are used up, then let the run come to its end; what went wrong. `survived` grows."""
+    before = run.newest_step
     run.start()
     try:
-        _until(run, lambda: run.newest_step >= 0, Deadline("the run to begin", START_S))
-        order = [kinds[number % len(kinds)] for number in range(faults)]
-        chance.shuffle(order)
-        for number, kind in enumerate(track(order, "faults", console=console)):
+        _until(run, lambda: run.newest_step > before, Deadline("the run to begin", START_S))
+        left = range(len(survived), len(order))
+        for number in track(left, "faults", console=console):
             if run.ended() == 0:
                 raise AssertionError("the run came to its end before the faults did; raise --steps-per-fault")
-            one = _survive(run, number, kind, chance)
+            # of its own, so that a call that is resumed strikes as it would have
+            one = _survive(run, number, order[number], random.Random(f"{seed} {number}"))
             survived.append(one)
             with record.open("a") as file:
                 file.write(json.dumps(vars(one)) + "\n")
         _until(run, lambda: False, Deadline("the run to end", START_S), may_end=True)
     except (AssertionError, DeadlineExceeded) as error:
-        return survived, [f"after {len(survived)} faults: {error}"]
+        return [f"after {len(survived)} faults: {error}"]
     finally:
         for timer in run.timers:
             timer.join()
         if run.process is not None and run.process.poll() is None:
             run.process.terminate()
             run.process.wait(60)
-    late = [f"{one.kind}: {one.recovery_s:.1f} s, above {one.limit_s:g} s" for one in survived if _late(one)]
-    return survived, late
+    return []
 
 
 def _late(one: Survived) -> bool:
@@ -326,7 +182,7 @@ def _survive(run: Fired, number: int, kind: str, chance: random.Random) -> Survi
     ready = Deadline(f"something to strike by '{kind}'", START_S)
     staying = [process for text in STAYING.get(kind, ()) for process in run.find(text)]
     while not strike(run, chance):
-        _alive(run)
+        run.check_alive()
         ready.check()
         time.sleep(POLL_S)
     begun, step = time.monotonic(), run.newest_step
@@ -349,28 +205,10 @@ def _until(run: Fired, reached: Callable[[], bool], deadline: Deadline, may_end:
     while not reached():
         if run.ended() == 0 and may_end:
             return
-        _alive(run)
+        run.check_alive()
         run.tree()
         deadline.check()
         time.sleep(POLL_S)
-
-
-def _alive(run: Fired) -> None:
-    if (code := run.ended()) is not None:
-        raise AssertionError(f"the run ended with exit code {code}; see {run.run_dir}.log")
-
-
-def _one(run: Fired, text: str, chance: random.Random) -> psutil.Process | None:
-    found = run.find(text)
-    return chance.choice(found) if found else None
-
-
-def _signalled(process: psutil.Process, number: signal.Signals) -> bool:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return False
-    return True
 
 
 def compared(calm: Path, fire: Path, steps: int) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from slimerl.conductor.run import SPEC_FILE
+from slimerl.conductor.run_directory import SPEC_FILE
 from slimerl.resilience.tied import tied_command
 from slimerl.spec import load_spec
 from slimerl.spec.load import dump_spec

@@ -1,11 +1,11 @@
 """A run whose processes and checkpoints are struck one after the other ends as if nothing had happened."""
 
-import random
+import json
 import subprocess
 import sys
 
 import pytest
-from chaos import NotOurs, compared, emptied, struck
+from chaos import NotOurs, Survived, compared, emptied, order_of, read_survived, struck
 from tiny_run import teach_digits, write_spec
 
 from slimerl.telemetry.run_log import EVENTS_FILE, RESTARTED, read_records
@@ -31,7 +31,7 @@ def test_a5_faults_of_every_role_change_neither_losses_nor_weights_and_leave_not
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
 
-    survived, problems = struck(spec, [], KINDS, len(KINDS), random.Random(5), tmp_path)
+    survived, problems = struck(spec, [], order_of(KINDS, len(KINDS), 5), 5, tmp_path)
     assert problems + compared(calm, tmp_path / "fire", STEPS) == []
     assert {one.kind for one in survived} == set(KINDS)
     restarts = [one["text"] for one in read_records(tmp_path / "fire" / EVENTS_FILE) if one.get("name") == RESTARTED]
@@ -56,3 +56,15 @@ def test_what_an_earlier_call_left_is_replaced(tmp_path):
     (out / "faults.jsonl").write_text("{}")
     emptied(out)
     assert list(out.iterdir()) == []
+
+
+def test_a_call_that_is_resumed_knows_what_was_survived(tmp_path):
+    """Injected: it was killed while it wrote the third line."""
+    two = [Survived(number, "rollout role killed", 7 * number, 4.5, 60.0) for number in range(2)]
+    lines = [json.dumps(vars(one)) for one in two]
+    (tmp_path / "faults.jsonl").write_text("\n".join([*lines, lines[0][:20]]))
+    assert read_survived(tmp_path / "faults.jsonl") == two
+    assert read_survived(tmp_path / "none.jsonl") == []
+    kinds = ["a", "b", "c"]
+    assert order_of(kinds, 7, 3) == order_of(kinds, 7, 3) != order_of(kinds, 7, 4)
+    assert sorted(order_of(kinds, 7, 3)) == ["a", "a", "a", "b", "b", "c", "c"]

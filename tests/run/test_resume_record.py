@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from slimerl.cli import app
 from slimerl.conductor.preflight.paths import path_faults
-from slimerl.conductor.run import RunDirectoryTaken, _claimed, _clear
+from slimerl.conductor.run_directory import RunDirectoryTaken, claimed, clear
 from slimerl.spec.load import dump_spec, spec_from_tree
 from slimerl.telemetry import RunLog, read_records
 from slimerl.telemetry.progress import Tail
@@ -69,7 +69,7 @@ def test_who_watches_a_record_that_is_cut_reads_the_new_one(tmp_path):
 
 
 def earlier_run(run_dir, exported=False, checkpoint=True):
-    with _claimed(spec_in(run_dir), fresh=False):
+    with claimed(spec_in(run_dir), fresh=False):
         record(run_dir, 0, 1, 2, exported=exported)
         (run_dir / "logs" / "trainer.log").write_text("before\n")
         (run_dir / "rollout.json").write_text(json.dumps({}))
@@ -79,7 +79,7 @@ def earlier_run(run_dir, exported=False, checkpoint=True):
 
 def test_a_run_that_ended_early_goes_on_with_its_record_its_logs_and_its_checkpoints(tmp_path):
     earlier_run(tmp_path)
-    with _claimed(spec_in(tmp_path), fresh=False):
+    with claimed(spec_in(tmp_path), fresh=False):
         assert steps_of(tmp_path) == [0, 1, 2]
         assert (tmp_path / "logs" / "trainer.log").read_text() == "before\n"
         assert (tmp_path / "checkpoints" / "step-2").is_dir()
@@ -91,7 +91,7 @@ def test_c1_a_request_to_stop_the_run_before_does_not_end_the_next_one(tmp_path,
     """Injected: a request that came when the run before was past its last step."""
     earlier_run(tmp_path)
     (tmp_path / "stop").touch()
-    with _claimed(spec_in(tmp_path), fresh):
+    with claimed(spec_in(tmp_path), fresh):
         assert not (tmp_path / "stop").exists()
 
 
@@ -99,7 +99,7 @@ def test_c1_a_request_to_stop_the_run_before_does_not_end_the_next_one(tmp_path,
 @pytest.mark.parametrize("left", ["step-2.damaged", "a link"])
 def test_c2_what_may_hold_work_is_not_removed_by_a_start(tmp_path, left, recorded):
     """Injected: the only checkpoint was set aside as damaged, or is a link to a disk that is not mounted."""
-    with _claimed(spec_in(tmp_path), fresh=False):
+    with claimed(spec_in(tmp_path), fresh=False):
         if recorded:
             record(tmp_path, 0, 1, 2)
         (tmp_path / "checkpoints").mkdir()
@@ -107,14 +107,14 @@ def test_c2_what_may_hold_work_is_not_removed_by_a_start(tmp_path, left, recorde
             (tmp_path / "checkpoints" / "step-2").symlink_to(tmp_path / "nowhere")
         else:
             (tmp_path / "checkpoints" / left).mkdir()
-    with pytest.raises(RunDirectoryTaken, match=r"only step-2.*--fresh"), _claimed(spec_in(tmp_path), fresh=False):
+    with pytest.raises(RunDirectoryTaken, match=r"only step-2.*--fresh"), claimed(spec_in(tmp_path), fresh=False):
         pass
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
 
 def test_fresh_begins_anew_without_the_checkpoints_of_the_run_before(tmp_path):
     earlier_run(tmp_path)
-    with _claimed(spec_in(tmp_path), fresh=True):
+    with claimed(spec_in(tmp_path), fresh=True):
         assert steps_of(tmp_path) == []
         assert not (tmp_path / "checkpoints").exists()
         assert not (tmp_path / "logs" / "trainer.log").exists()
@@ -125,7 +125,7 @@ def test_fresh_begins_anew_without_the_checkpoints_of_the_run_before(tmp_path):
 )
 def test_a_finished_run_and_one_without_a_checkpoint_are_not_replaced_in_silence(tmp_path, left, said):
     earlier_run(tmp_path, **left)
-    with pytest.raises(RunDirectoryTaken, match=f"{said}.*--fresh"), _claimed(spec_in(tmp_path), fresh=False):
+    with pytest.raises(RunDirectoryTaken, match=f"{said}.*--fresh"), claimed(spec_in(tmp_path), fresh=False):
         pass
     assert steps_of(tmp_path) == [0, 1, 2]
 
@@ -136,7 +136,7 @@ def test_fresh_empties_a_directory_of_checkpoints_that_is_a_link_to_another_disk
     earlier_run(run_dir)
     (run_dir / "checkpoints").rename(disk)
     (run_dir / "checkpoints").symlink_to(disk)
-    with _claimed(spec_in(run_dir), fresh=True):
+    with claimed(spec_in(run_dir), fresh=True):
         assert (run_dir / "checkpoints").is_symlink()
         assert list(disk.iterdir()) == []
 
@@ -145,7 +145,7 @@ def test_fresh_does_not_remove_the_checkpoint_that_the_run_starts_from(tmp_path)
     earlier_run(tmp_path)
     starts = spec_in(tmp_path, model={"megatron_path": str(tmp_path / "checkpoints" / "step-2")})
     refused = pytest.raises(RunDirectoryTaken, match=r"model.megatron_path: .*step-2 lies in .*checkpoints")
-    with refused, _claimed(starts, fresh=True):
+    with refused, claimed(starts, fresh=True):
         pass
     assert (tmp_path / "checkpoints" / "step-2").is_dir()
 
@@ -163,7 +163,7 @@ def test_what_lies_in_a_directory_that_no_run_has_made_stays(tmp_path, lock):
     else:
         (run_dir / "lock").write_text(lock)
     for fresh in (False, True):
-        with pytest.raises(RunDirectoryTaken, match="no run's"), _claimed(spec_in(run_dir), fresh=fresh):
+        with pytest.raises(RunDirectoryTaken, match="no run's"), claimed(spec_in(run_dir), fresh=fresh):
             pass
     assert (run_dir / "checkpoints" / "best.pt").read_text() == target.read_text() == "theirs"
     assert (run_dir / "lock").read_text() == (lock or "theirs")
@@ -172,7 +172,7 @@ def test_what_lies_in_a_directory_that_no_run_has_made_stays(tmp_path, lock):
 
 def test_a_lock_that_is_no_file_is_named(tmp_path):
     (tmp_path / "lock").mkdir()
-    with pytest.raises(RunDirectoryTaken, match="lock"), _claimed(spec_in(tmp_path), fresh=False):
+    with pytest.raises(RunDirectoryTaken, match="lock"), claimed(spec_in(tmp_path), fresh=False):
         pass
 
 
@@ -240,13 +240,13 @@ def test_a_file_in_the_place_of_the_run_directory_is_named(tmp_path):
     (tmp_path / "run").write_text("")
     with (
         pytest.raises(RunDirectoryTaken, match="run cannot be the directory of a run"),
-        _claimed(spec_in(tmp_path / "run"), fresh=False),
+        claimed(spec_in(tmp_path / "run"), fresh=False),
     ):
         pass
 
 
 def test_a_run_that_starts_over_from_its_beginning_keeps_what_its_roles_said(tmp_path):
     earlier_run(tmp_path)
-    _clear(spec_in(tmp_path), goes_on=False, keeps_logs=True)
+    clear(spec_in(tmp_path), goes_on=False, keeps_logs=True)
     assert steps_of(tmp_path) == []
     assert (tmp_path / "logs" / "trainer.log").read_text() == "before\n"

@@ -10,7 +10,7 @@ from tiny_models import make_tiny_model
 from typer.testing import CliRunner
 
 from slimerl.cli import app
-from slimerl.conductor.run import _claimed
+from slimerl.conductor.run_directory import claimed
 from slimerl.spec.load import dump_spec, spec_from_tree
 from slimerl.training.checkpoint.directory import STOP_FILE
 
@@ -65,7 +65,7 @@ def test_c5_a_stop_whose_checkpoint_fails_is_an_error_that_names_it(ranks, runs)
 
 def test_the_command_leaves_the_request_where_the_trainer_looks(tmp_path):
     spec = spec_of(tmp_path)
-    with _claimed(spec, fresh=False):
+    with claimed(spec, fresh=False):
         (spec.run_dir / "spec.yaml").write_text(dump_spec(spec))
         result = CliRunner().invoke(app, ["stop", str(spec.run_dir)])
     assert result.exit_code == 0, result.stderr
@@ -76,7 +76,7 @@ def test_the_command_leaves_the_request_where_the_trainer_looks(tmp_path):
 def test_the_command_refuses_where_no_run_is(tmp_path, lock):
     """Injected: the run has ended, with its lock file left and without one."""
     spec = spec_of(tmp_path)
-    with _claimed(spec, fresh=False):
+    with claimed(spec, fresh=False):
         (spec.run_dir / "spec.yaml").write_text(dump_spec(spec))
     if not lock:
         (spec.run_dir / "lock").unlink()

@@ -11,7 +11,7 @@ from typing import Any
 
 from slimerl.conductor.estimate import DTYPES, RECORD_BYTES
 from slimerl.conductor.preflight.scored import critic_config
-from slimerl.conductor.run import USED_NAMES
+from slimerl.conductor.run_directory import USED_NAMES
 from slimerl.spec import RunSpec
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR
 from slimerl.training.memory_estimate import GIB, checkpoint_bytes, export_bytes

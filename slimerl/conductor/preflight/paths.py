@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from slimerl.conductor.run_directory import holds_other_files
 from slimerl.spec import RunSpec
 from slimerl.spec.reward import JudgeReward, ModelReward, single_rewards
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, COMPANIONS
@@ -21,8 +22,6 @@ _NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 _LONGEST_NAME = 255
 """Bytes of one part of a path, on every file system in use."""
 _SHOWN = 200
-LOCK = "lock"
-"""Empty file that marks a directory as a run's, locked while the run lasts."""
 
 
 def path_faults(spec: RunSpec) -> list[str]:
@@ -36,14 +35,6 @@ def path_faults(spec: RunSpec) -> list[str]:
     if not faults and holds_other_files(spec.run_dir):
         faults.append(f"output_dir: {spec.run_dir} holds files that are no run's; set it to a directory of its own")
     return faults
-
-
-def holds_other_files(run_dir: Path) -> bool:
-    """Is it a directory that no run has made? Nothing of what lies there may be taken for a run's, and removed."""
-    lock = run_dir / LOCK
-    if not run_dir.is_dir() or not any(run_dir.iterdir()):
-        return False
-    return lock.is_symlink() or not lock.is_file() or lock.stat().st_size > 0
 
 
 def _inputs(spec: RunSpec) -> Iterator[tuple[str, Path]]:

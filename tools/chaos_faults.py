@@ -1,0 +1,202 @@
+"""What tools/chaos.py strikes a run with, and the run as it is struck.
+
+Flows in: a run's command. Flows out: processes killed, stopped and frozen, files truncated, engines exchanged.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from slimerl.resilience.deadline import Deadline
+from slimerl.resilience.tied import tied_command
+from slimerl.samples.messages import EngineState, read_address
+from slimerl.telemetry.run_log import newest_step
+from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps
+from slimerl.training.rollout_client import RolloutClient
+
+FROZEN_S = 5.0
+ALIVE_S = 15.0
+"""`deadlines.alive_s` under fire: longer than a process is frozen that wakes up again."""
+ENGINE_S, ROLE_S = 45.0, 60.0
+"""Limits of recovery."""
+POLL_S = 0.05
+COMMAND_S = 60.0
+
+
+@dataclass
+class Fired:
+    """The run that faults strike."""
+
+    command: list[str]
+    run_dir: Path
+    process: subprocess.Popen[bytes] | None = None
+    seen: dict[int, psutil.Process] = field(default_factory=dict)
+    timers: list[threading.Timer] = field(default_factory=list)
+
+    def start(self) -> None:
+        with (self.run_dir.parent / f"{self.run_dir.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(tied_command(self.command), stdout=log, stderr=log)
+
+    def tree(self) -> list[psutil.Process]:
+        assert self.process is not None
+        with suppress(psutil.NoSuchProcess):
+            conductor = psutil.Process(self.process.pid)
+            alive = [conductor, *conductor.children(recursive=True)]
+            self.seen.update((process.pid, process) for process in alive)
+            return alive
+        return []
+
+    def find(self, text: str) -> list[psutil.Process]:
+        found = []
+        for process in self.tree():
+            with suppress(psutil.Error):
+                if text in " ".join([process.name(), *process.cmdline()]) + " ":
+                    found.append(process)
+        return found
+
+    @property
+    def newest_step(self) -> int:
+        return newest_step(self.run_dir)
+
+    def ended(self) -> int | None:
+        assert self.process is not None
+        return self.process.poll()
+
+    def check_alive(self) -> None:
+        """Raises AssertionError: the run has ended."""
+        if (code := self.ended()) is not None:
+            raise AssertionError(f"the run ended with exit code {code}; see {self.run_dir}.log")
+
+    def left_behind(self) -> list[str]:
+        """Command lines of what was once of the run and still runs."""
+        alive = [process for process in self.seen.values() if process.is_running()]
+        _, alive = psutil.wait_procs(alive, timeout=10)
+        return [" ".join(process.cmdline()) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+Strike = Callable[[Fired, random.Random], bool]
+"""Returns whether there was something to strike."""
+
+
+def killed(text: str) -> Strike:
+    def strike(run: Fired, chance: random.Random) -> bool:
+        return (victim := _one(run, text, chance)) is not None and _signalled(victim, signal.SIGKILL)
+
+    return strike
+
+
+def stopped(text: str) -> Strike:
+    """For good: it is to be found standing still, and killed."""
+
+    def strike(run: Fired, chance: random.Random) -> bool:
+        return (victim := _one(run, text, chance)) is not None and _signalled(victim, signal.SIGSTOP)
+
+    return strike
+
+
+def frozen(text: str) -> Strike:
+    """For a while."""
+
+    def strike(run: Fired, chance: random.Random) -> bool:
+        victim = _one(run, text, chance)
+        if victim is None or not _signalled(victim, signal.SIGSTOP):
+            return False
+        timer = threading.Timer(FROZEN_S, _signalled, (victim, signal.SIGCONT))
+        timer.start()
+        run.timers.append(timer)
+        return True
+
+    return strike
+
+
+def conductor_killed(run: Fired, chance: random.Random) -> bool:
+    """Everything goes with it; the same command goes on."""
+    if run.process is None or not complete_steps(run.run_dir / CHECKPOINTS_DIR):
+        return False
+    run.tree()
+    run.process.kill()
+    run.process.wait()
+    if left := run.left_behind():
+        raise AssertionError(f"the conductor was killed, and still there are: {left}")
+    run.start()
+    return True
+
+
+def checkpoint_truncated(run: Fired, chance: random.Random) -> bool:
+    """The largest file of the newest checkpoint, and a trainer rank is killed: the checkpoint before it has to do."""
+    steps = complete_steps(run.run_dir / CHECKPOINTS_DIR)
+    if len(steps) < 2:
+        return False
+    newest = run.run_dir / CHECKPOINTS_DIR / f"step-{steps[0]}"
+    with suppress(FileNotFoundError):  # an older one may just be going
+        largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        os.truncate(largest, largest.stat().st_size // 2)
+    return killed(RANK)(run, chance)
+
+
+def engine_exchanged(run: Fired, chance: random.Random) -> bool:
+    """One is added by command; once it serves, another is removed."""
+    client = RolloutClient(read_address(run.run_dir), COMMAND_S)
+    added = _told("add", run).split()[-1]
+
+    def serves() -> bool:
+        run.check_alive()
+        return any(one.engine_id == added and one.state is EngineState.SERVING for one in client.status().engines)
+
+    Deadline(f"{added} to serve", ENGINE_S).wait_until(serves)
+    others = [one.engine_id for one in client.status().engines if one.state is EngineState.SERVING]
+    _told("remove", run, chance.choice([name for name in others if name != added]))
+    return True
+
+
+def _one(run: Fired, text: str, chance: random.Random) -> psutil.Process | None:
+    found = run.find(text)
+    return chance.choice(found) if found else None
+
+
+def _signalled(process: psutil.Process, number: signal.Signals) -> bool:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
+def _told(command: str, run: Fired, *arguments: str) -> str:
+    whole = [sys.executable, "-m", "slimerl.cli", "engines", command, str(run.run_dir), *arguments]
+    done = subprocess.run(whole, capture_output=True, text=True, timeout=COMMAND_S)
+    if done.returncode:
+        raise AssertionError(f"engines {command}: {done.stderr}")
+    return done.stdout.strip()
+
+
+ENGINE, SERVER, ROLLOUT = "-m slimerl.engine ", "sglang::scheduler", "-m slimerl.rollout "
+RANK, LAUNCHER = "-u -m slimerl.training ", "torch.distributed.run "
+KINDS: dict[str, tuple[Strike, float]] = {
+    "engine role killed": (killed(ENGINE), ENGINE_S),
+    "engine's scheduler killed": (killed(SERVER), ENGINE_S),
+    "engine's scheduler frozen": (frozen(SERVER), ENGINE_S),
+    "rollout role killed": (killed(ROLLOUT), ROLE_S),
+    "rollout role frozen": (frozen(ROLLOUT), ROLE_S),
+    "engine's scheduler stopped": (stopped(SERVER), ALIVE_S + ENGINE_S),
+    "rollout role stopped": (stopped(ROLLOUT), ALIVE_S + ROLE_S),
+    "trainer rank stopped": (stopped(RANK), ALIVE_S + ROLE_S),
+    "launcher stopped": (stopped(LAUNCHER), ALIVE_S + ROLE_S),
+    "trainer rank killed": (killed(RANK), ROLE_S),
+    "trainer rank frozen": (frozen(RANK), ROLE_S),
+    "launcher killed": (killed(LAUNCHER), ROLE_S),
+    "conductor killed": (conductor_killed, ROLE_S),
+    "checkpoint truncated": (checkpoint_truncated, ROLE_S),
+    "engine exchanged": (engine_exchanged, ENGINE_S),
+}
+STAYING = dict.fromkeys(("rollout role killed", "rollout role stopped"), (ENGINE, SERVER, LAUNCHER))
+"""By kind, processes that must live through the fault; the launcher ends with any of its ranks."""
