@@ -9,7 +9,6 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -19,7 +18,7 @@ from slimerl.samples.messages import SampleMeta
 
 _TIMES = ("started_s", "generated_s", "ready_s")
 _MEANS = frozenset({"rollout/engine_idle_share", "rollout/engine_load_spread"})
-"""Figures that are not added up."""
+"""Figures that are not added up: of each its mean over the time in which it was counted."""
 ENGINES = "rollout/engines"
 """Of the whole run at one moment: the notes of groups cannot tell it."""
 
@@ -28,20 +27,24 @@ class _Notes(msgspec.Struct, frozen=True):
     record: dict
     tokens: dict[int, int]
     figures: dict[str, float]
+    seconds: float
 
 
-def pack_notes(record: GroupRecord, tokens: Mapping[int, int], figures: Mapping[str, float]) -> bytes:
+def pack_notes(
+    record: GroupRecord, tokens: Mapping[int, int], figures: Mapping[str, float], seconds: float
+) -> bytes:
     """
     Args:
         tokens: sampled ones, by version.
         figures: of all groups of the shard, since the notes before.
+        seconds: since then.
     """
     since = time.time() - time.monotonic()
     fields: dict[str, Any] = {
         name: _plain(getattr(record, name)) for name in (field.name for field in dataclasses.fields(record))
     }
     fields |= {name: fields[name] + since for name in _TIMES if fields[name] is not None}
-    return msgspec.msgpack.encode(_Notes(fields, dict(tokens), dict(figures)))
+    return msgspec.msgpack.encode(_Notes(fields, dict(tokens), dict(figures), seconds))
 
 
 def batch_figures(
@@ -53,11 +56,19 @@ def batch_figures(
     tokens = sum((Counter(each.tokens) for each in read.values()), Counter[int]())
     metrics = batch_metrics(samples, list(records.values()), dropped, version)
     metrics |= staleness_shares(tokens, version) | length_error(samples, records)
-    told: dict[str, list[float]] = {}
-    for each in read.values():
-        for name in each.figures.keys() - {ENGINES}:
-            told.setdefault(name, []).append(each.figures[name])
-    return metrics | {name: fmean(values) if name in _MEANS else sum(values) for name, values in told.items()}
+    return metrics | _told(list(read.values()))
+
+
+def _told(notes: Sequence[_Notes]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for name in dict.fromkeys(name for each in notes for name in each.figures if name != ENGINES):
+        counted = [(each.figures[name], each.seconds) for each in notes if name in each.figures]
+        total = sum(value for value, _ in counted)
+        if name in _MEANS:
+            seconds = sum(lasted for _, lasted in counted)
+            total = sum(value * lasted for value, lasted in counted) / seconds if seconds else total / len(counted)
+        figures[name] = total
+    return figures
 
 
 def _plain(value: object) -> object:

@@ -8,6 +8,7 @@ ledger is told of a group the journal of this process has; a group that is to be
 
 import logging
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -93,6 +94,8 @@ class ShardScheduler(Scheduler):
     """The other way round."""
     _drops: dict[str, Counter[str]] = field(default_factory=dict)
     """Samples of groups in the store that were dropped, by reason."""
+    _noted_s: float = field(default_factory=time.monotonic)
+    """When figures were told last."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,7 +193,9 @@ class ShardScheduler(Scheduler):
     def _notes(self, group_id: str, samples: list[SampleMeta]) -> bytes:
         tokens = tokens_by_version(self.store.payloads(each.sample_id for each in samples))
         figures = self.judge.take_figures() | self.dispatcher.take_figures()
-        return pack_notes(self._records.get(group_id) or GroupRecord(), tokens, figures)
+        now = time.monotonic()
+        seconds, self._noted_s = now - self._noted_s, now
+        return pack_notes(self._records.get(group_id) or GroupRecord(), tokens, figures, seconds)
 
     def unsynced(self) -> list[str]:
         """Engines that have registered since the last sync."""
