@@ -30,9 +30,7 @@ class _Notes(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def pack_notes(
-    record: GroupRecord, tokens: Mapping[int, int], figures: Mapping[str, float], seconds: float
-) -> bytes:
+def pack_notes(record: GroupRecord, tokens: Mapping[int, int], figures: Mapping[str, float], seconds: float) -> bytes:
     """
     Args:
         tokens: sampled ones, by version.

@@ -66,9 +66,7 @@ class SeveralRollouts(RolloutClient):
         for sample_id, shard in zip(sample_ids, shards, strict=True):
             of_shard.setdefault(shard, []).append(sample_id)
         with ThreadPoolExecutor(self._processes) as threads:
-            asked = [
-                threads.submit(RolloutClient.fetch, self._of(shard), wanted) for shard, wanted in of_shard.items()
-            ]
+            asked = [threads.submit(RolloutClient.fetch, self._of(shard), wanted) for shard, wanted in of_shard.items()]
         found = {payload.sample_id: payload for each in asked for payload in each.result()}
         return [found[sample_id] for sample_id in sample_ids]
 
