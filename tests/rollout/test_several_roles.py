@@ -129,25 +129,25 @@ def test_two_roles_serve_one_trainer(tmp_path, start):
 
 
 def test_a5_roles_that_are_killed_are_followed_by_others_that_have_what_they_held(tmp_path, start):
-    """Injected: both are killed while the trainer waits for step 2, of which one has made its share; then again while
-    that is out."""
+    """Injected: both are killed while the trainer waits for step 2, of which one has made its share; then the second
+    while that is out."""
     run_dir = tmp_path / "run"
 
-    async def again(roles: list["subprocess.Popen[bytes]"], engines: list[FakeEngine]) -> list[Any]:
+    async def again(roles: dict[int, "subprocess.Popen[bytes]"], engines: list[FakeEngine], *killed: int) -> None:
         """As the conductor does, and the engines' own roles."""
-        for process, role in enumerate(roles):
-            role.kill()
-            role.wait()
+        for process in killed:
+            roles[process].kill()
+            roles[process].wait()
             (run_dir / address_file(process)).unlink()
-        started = [start(process, TAKE_OVER) for process in range(PROCESSES)]
+            roles[process] = start(process, TAKE_OVER)
         deadline = Deadline("the rollout roles to start again", START_S)
-        for index, engine in enumerate(engines):
+        for process in killed:
+            engine = engines[process]
             described = msgspec.structs.replace(engine.info, version=int(engine.version))
-            await register(described, run_dir, deadline, process_of_engine(index, PROCESSES))
-        return started
+            await register(described, run_dir, deadline, process)
 
     async def scene() -> None:
-        roles = [start(process) for process in range(PROCESSES)]
+        roles = {process: start(process) for process in range(PROCESSES)}
         async with asyncio.timeout(2 * START_S), AsyncExitStack() as stack:
             client, engines = await connected(run_dir, stack)
             await sync(client, engines, 0)
@@ -159,23 +159,23 @@ def test_a5_roles_that_are_killed_are_followed_by_others_that_have_what_they_hel
             while (await asyncio.to_thread(client.status)).buffered < GROUPS // 2 * SIZE:
                 await asyncio.sleep(0.02)
             waiting = asyncio.ensure_future(asyncio.to_thread(client.next_batch, 2, START_S))
-            roles = await again(roles, engines)
+            await again(roles, engines, 0, 1)
             engines[1].open.set()
             second = await waiting
             assert engines[0].calls["/generate"] == GROUPS // 2 * SIZE * STEPS, "what was ready is not made again"
             ids, shards = [each.sample_id for each in second.samples], second.shards
             asked = asyncio.to_thread(client.fetch, ids, [shards[each.group_id] for each in second.samples])
             fetching = asyncio.ensure_future(asked)
-            roles = await again(roles, engines)
+            await again(roles, engines, 1)
             assert [each.sample_id for each in await fetching] == ids
             assert (await asyncio.to_thread(client.next_batch, 2, PATIENCE_S)).samples == second.samples
             await asyncio.to_thread(client.trained, second.batch_id, 2)
             status = await asyncio.to_thread(client.status)
             assert status.admitted == status.trained == GROUPS * SIZE * STEPS
             assert {each.state for each in status.engines} == {EngineState.SERVING}, "without another sync"
-            for role in roles:
+            for role in roles.values():
                 role.terminate()
-            assert [await asyncio.to_thread(role.wait, 15) for role in roles] == [0, 0]
+            assert [await asyncio.to_thread(role.wait, 15) for role in roles.values()] == [0, 0]
 
     asyncio.run(scene())
 

@@ -49,6 +49,9 @@ def several_spec(path: Path) -> RunSpec:
 
 def take_step(spec: RunSpec) -> int:
     """How many micro-batches this rank got of step 1."""
+    import megatron_patches
+
+    megatron_patches.apply()
     from slimerl.algorithms import algorithm_of
     from slimerl.resilience.deadline import Deadline
     from slimerl.training import parallel, rollout_source
