@@ -22,6 +22,9 @@ from slimerl.resilience.deadline import Deadline
 Message = dict[str, Any]
 
 POLL_S, POLL_PER_MEMBER_S = 0.01, 2e-5
+"""At most; it is looked more often at first, so that a short transfer is not waited for much longer than it takes."""
+POLL_SHARE = 0.05
+"""Of the time that has been waited for already."""
 _LOOK_S = 0.5
 """How often each member is looked at apart. (A wait on the store that is in vain would be a warning in the log.)"""
 
@@ -81,7 +84,8 @@ class Station:
                 looked = time.monotonic()
                 there = [member for member, key in waiting.items() if self._open_store.check([key])]
             else:
-                time.sleep(POLL_S + POLL_PER_MEMBER_S * len(waiting))
+                waited_s = time.monotonic() - begun
+                time.sleep(min(POLL_S, 0.001 + POLL_SHARE * waited_s) + POLL_PER_MEMBER_S * len(waiting))
                 continue
             for member in there:
                 key = waiting.pop(member)
