@@ -2,12 +2,11 @@
 
 import asyncio
 import os
-import shutil
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from journaled import Act, play
 from scene import Scene, rollout
 
 from slimerl.rollout.journal_file import JournalFile, read_journal
@@ -16,39 +15,22 @@ from slimerl.samples.messages import SavedSample
 from slimerl.samples.sample import Sample
 from slimerl.samples.store import StoreError
 
-Act = Callable[[Scene], Coroutine[Any, Any, Any]]
 START = Books(0, 0, 0, {}, {})
 
 
-def process(act: Act, directory: Path, killed: bool = False, segment_bytes: int = 2**26, **options: Any) -> Any:
+def process(act: Act, directory: Path, killed: bool = False, **options: Any) -> Any:
     """What `act` returns, in a rollout with a journal; `killed`: its journal stays as it is when `act` has ended."""
 
-    async def run() -> Any:
-        async with asyncio.timeout(60), rollout(**options) as made:
-            journal = made.scheduler.journal = JournalFile(directory, segment_bytes)
-            made.store.note = made.scheduler.served.note = journal.note
-            recovered = read_journal(directory)
-            if recovered is None:
-                journal.begin(made.scheduler.books())
-            else:
-                made.scheduler.recover(recovered)
-            journal.publish()
-            await journal.written()
-            try:
-                result = await act(made)
-                await journal.written()
-                if killed:
-                    shutil.copytree(directory, directory.with_name("kept"))
-                return result
-            finally:
-                await made.scheduler.close()
-                journal.close()
+    async def begin(made: Scene, journal: JournalFile) -> None:
+        recovered = read_journal(directory)
+        if recovered is None:
+            journal.begin(made.scheduler.books())
+        else:
+            made.scheduler.recover(recovered)
+        journal.publish()
+        await journal.written()
 
-    result = asyncio.run(run())
-    if killed:
-        shutil.rmtree(directory)
-        directory.with_name("kept").rename(directory)
-    return result
+    return play(act, directory, begin, killed, **options)
 
 
 async def take(made: Scene, step: int) -> dict[str, bytes]:

@@ -1,8 +1,6 @@
 """A rollout role in the place of one that was killed: which engines serve at once, and what the trainer's calls do."""
 
 import asyncio
-import shutil
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from fake_engine import KEY, FakeEngine
+from journaled import Act, play
 from scene import PATIENCE_S, Scene, rollout
 
 from slimerl.engine.__main__ import version_for_nobody
@@ -30,34 +29,19 @@ from slimerl.samples.messages import (
     SyncWanted,
 )
 
-Act = Callable[[Scene], Coroutine[Any, Any, Any]]
 RETURNS_S = 5.0
 
 
 def process(act: Act, directory: Path, takes_over: bool = False, **options: Any) -> Any:
     """What `act` returns in a role whose journal stays as it is when `act` has ended."""
 
-    async def run() -> Any:
-        async with asyncio.timeout(60), rollout(**options) as made:
-            journal = made.scheduler.journal = JournalFile(directory)
-            made.store.note = made.scheduler.served.note = journal.note
-            if takes_over:
-                for engine in made.engines:
-                    made.router.leave(engine.engine_id, "it has not registered here")
-            await take_over(made.service, journal, directory, RETURNS_S, takes_over)
-            try:
-                result = await act(made)
-                await journal.written()
-                shutil.copytree(directory, directory.with_name("kept"))
-                return result
-            finally:
-                await made.scheduler.close()
-                journal.close()
+    async def begin(made: Scene, journal: JournalFile) -> None:
+        if takes_over:
+            for engine in made.engines:
+                made.router.leave(engine.engine_id, "it has not registered here")
+        await take_over(made.service, journal, directory, RETURNS_S, takes_over)
 
-    result = asyncio.run(run())
-    shutil.rmtree(directory)
-    directory.with_name("kept").rename(directory)
-    return result
+    return play(act, directory, begin, **options)
 
 
 async def hold(made: Scene, version: int) -> HoldReply:

@@ -23,8 +23,8 @@ Message = dict[str, Any]
 
 POLL_S, POLL_PER_MEMBER_S = 0.01, 2e-5
 """At most; it is looked more often at first, so that a short transfer is not waited for much longer than it takes."""
-POLL_SHARE = 0.05
-"""Of the time that has been waited for already."""
+FIRST_POLL_S, POLL_SHARE = 0.001, 0.05
+"""And then by this share of the time that has been waited for already."""
 _LOOK_S = 0.5
 """How often each member is looked at apart. (A wait on the store that is in vain would be a warning in the log.)"""
 
@@ -85,7 +85,7 @@ class Station:
                 there = [member for member, key in waiting.items() if self._open_store.check([key])]
             else:
                 waited_s = time.monotonic() - begun
-                time.sleep(min(POLL_S, 0.001 + POLL_SHARE * waited_s) + POLL_PER_MEMBER_S * len(waiting))
+                time.sleep(min(POLL_S, FIRST_POLL_S + POLL_SHARE * waited_s) + POLL_PER_MEMBER_S * len(waiting))
                 continue
             for member in there:
                 key = waiting.pop(member)
