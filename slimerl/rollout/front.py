@@ -2,12 +2,11 @@
 
 Flows in: as of `ControlService`; of the others, weights, engines, payloads and parts of evaluations. Flows out: batches
 of all shards, the books of the whole run, and its state for a checkpoint.
-Invariant: of groups that no step has trained a checkpoint has that they are to be made: a run that goes on there makes
-them again, under the same ids and from the same seeds.
+Invariant: a checkpoint has what the processes have of each group that no step has trained, and that the others are to
+be made: a run that goes on there has them all, however many processes it has (`shared_state.py`).
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +15,13 @@ import msgspec
 from aiohttp import web
 
 from slimerl.resilience.deadline import Deadline
-from slimerl.rollout.ledger_books import LedgerGroup, Snapshot
 from slimerl.rollout.ledger_desk import LedgerDesk
-from slimerl.rollout.prompts import PromptStream
+from slimerl.rollout.process_calls import ProcessCalls
 from slimerl.rollout.scheduler import RolloutStopped
 from slimerl.rollout.service import ControlService, Handler, NoEngine
+from slimerl.rollout.shard_scheduler import ShardScheduler
 from slimerl.rollout.shared_evaluation import evaluated_part
+from slimerl.rollout.shared_state import give_share, refuse_while_out, resumed, share_of, whole_state
 from slimerl.rollout.weights import HoldError
 from slimerl.samples.books import StoreError, step_of_batch
 from slimerl.samples.ledger_messages import EvaluatedPart, EvaluatePart
@@ -31,7 +31,6 @@ from slimerl.samples.messages import (
     NextBatchRequest,
     Path,
     RolloutState,
-    SavedGroup,
     Status,
     SyncWanted,
     decode,
@@ -67,6 +66,22 @@ class ShardService(ControlService):
         for evaluating in self._parts.values():
             evaluating.cancel()
 
+    @property
+    def shard(self) -> ShardScheduler:
+        if not isinstance(self.scheduler, ShardScheduler):
+            raise TypeError(f"one of several rollout processes makes what is ordered, unlike {self.scheduler}")
+        return self.scheduler
+
+    async def _restore(self, request: web.Request) -> web.Response:
+        """Of this process, its part."""
+        self.restore_share(decode(await request.read(), RolloutState))
+        return _answer(self.status())
+
+    def restore_share(self, share: RolloutState) -> None:
+        """What a checkpoint has of groups that are to be gone on with here. Raises StoreError, DataError."""
+        self.shard.go_on_with(share)
+        self.news()
+
     async def _evaluate_part(self, request: web.Request) -> web.Response:
         """Answers with an `EvaluatedPart`; asked again, maybe by another process, it is the same evaluation."""
         wanted = decode(await request.read(), EvaluatePart)
@@ -88,7 +103,11 @@ class FrontService(ShardService):
     """Of the first process."""
 
     desk: LedgerDesk | None = None
+    calls: ProcessCalls | None = None
+    """To the others."""
     samples_per_group: int = 1
+    restore_s: float = 60.0
+    """For the others to take what a checkpoint has for them."""
     _telling: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -101,6 +120,12 @@ class FrontService(ShardService):
         if self.desk is None:
             raise TypeError("the first of several rollout processes has the ledger")
         return self.desk
+
+    @property
+    def others(self) -> ProcessCalls:
+        if self.calls is None:
+            raise TypeError("the first of several rollout processes asks the others")
+        return self.calls
 
     def application(self) -> web.Application:
         application = super().application()
@@ -179,40 +204,37 @@ class FrontService(ShardService):
         return _answer(self.status())
 
     async def _state(self, _: web.Request) -> web.Response:
-        return _answer(self.state())
+        return _answer(await self.state())
 
     async def _restore(self, request: web.Request) -> web.Response:
-        self.restore(decode(await request.read(), RolloutState))
+        await self.restore(decode(await request.read(), RolloutState))
         return _answer(self.status())
 
-    def state(self) -> RolloutState:
+    async def state(self) -> RolloutState:
         """Of the whole run. Raises StoreError while a batch is out."""
         books = self.ledger.ledger.books
-        if books.batches:
-            raise StoreError(f"batch {sorted(books.batches)} is out; save after it was trained")
-        prompts = self.scheduler.prompts
-        groups = [self._saved(prompts, group) for group in books.groups.values()]
-        # of a group that is made again nothing was dropped
-        settled = [one.settled.dropped for one in books.groups.values() if one.settled is not None]
-        dropped = books.dropped - sum(map(Counter, settled), Counter[str]())
-        return RolloutState(books.batches_taken, books.cursor, books.trained, dict(dropped), {}, groups)
+        refuse_while_out(books)
+        asked = sorted({one.shard for one in books.groups.values() if one.shard})
+        found = await asyncio.gather(*(share_of(self.others, process) for process in asked))
+        shares = {0: self.scheduler.state().groups, **dict(zip(asked, found, strict=True))}
+        return whole_state(self.ledger.ledger.books, shares, self.scheduler.prompts, self.samples_per_group)
 
-    def restore(self, state: RolloutState) -> None:
-        """Go on after a step. Raises StoreError, DataError."""
+    async def restore(self, state: RolloutState) -> None:
+        """Go on after a step; told again, maybe by a process that has taken over, it is the same.
+
+        Raises:
+            StoreError, DataError, GateError: the state does not fit.
+            DeadlineExceeded: another process does not take its part in time.
+        """
         ledger = self.ledger.ledger
-        found = self.scheduler.prompts.positions(group.group_id for group in state.groups)
-        groups = [LedgerGroup(found[group.group_id], state.steps, None) for group in state.groups]
-        size = self.samples_per_group
-        admitted = state.trained + sum(state.dropped.values()) + len(groups) * size
-        accepted = state.steps * ledger.books.gate.groups_per_step
-        told = (admitted, state.trained, dict(state.dropped))
-        shards = ledger.books.snapshot().shards
-        ledger.restore(Snapshot(state.steps, state.cursor, accepted, state.steps, *told, groups, shards))
-        self.scheduler.gate.advance(state.steps)
-
-    def _saved(self, prompts: PromptStream, group: LedgerGroup) -> SavedGroup:
-        name = prompts.at(group.position).group_id
-        return SavedGroup(name, group.version, [f"{name}/{number}" for number in range(self.samples_per_group)], [])
+        whole = resumed(state, ledger.books, self.scheduler.prompts, self.samples_per_group)
+        ledger.restore(whole.books)
+        if (own := whole.shares.pop(0, None)) is not None:
+            self.restore_share(own)
+        # what the others say that they hold is to be known here, whatever becomes of this process
+        await self.ledger.tell()
+        deadline = Deadline("the other rollout processes to go on", self.restore_s)
+        await asyncio.gather(*(give_share(self.others, *each, deadline) for each in whole.shares.items()))
 
     def _journal_failed(self) -> bool:
         journal = self.scheduler.journal

@@ -17,7 +17,16 @@ from slimerl.rollout.statistics import GroupRecord, batch_metrics, length_error,
 from slimerl.samples.messages import SampleMeta
 
 _TIMES = ("started_s", "generated_s", "ready_s")
-_MEANS = frozenset({"rollout/engine_idle_share", "rollout/engine_load_spread"})
+_MEANS = frozenset(
+    {
+        "rollout/engine_idle_share",
+        "rollout/engine_load_spread",
+        "gateway/open_sessions",
+        "gateway/open_requests",
+        "gateway/tasks_waiting",
+        "gateway/kept_tokens",
+    }
+)
 """Figures that are not added up: of each its mean over the time in which it was counted."""
 ENGINES = "rollout/engines"
 """Of the whole run at one moment: the notes of groups cannot tell it."""
@@ -28,21 +37,30 @@ class _Notes(msgspec.Struct, frozen=True):
     tokens: dict[int, int]
     figures: dict[str, float]
     seconds: float
+    replaced: list[list[bool | None]] | None = None
 
 
-def pack_notes(record: GroupRecord, tokens: Mapping[int, int], figures: Mapping[str, float], seconds: float) -> bytes:
+def pack_notes(
+    record: GroupRecord,
+    tokens: Mapping[int, int],
+    figures: Mapping[str, float],
+    seconds: float,
+    replaced: Sequence[Sequence[bool | None]] | None = None,
+) -> bytes:
     """
     Args:
         tokens: sampled ones, by version.
         figures: of all groups of the shard, since the notes before.
         seconds: since then.
+        replaced: as of `batch_metrics`, since then.
     """
     since = time.time() - time.monotonic()
     fields: dict[str, Any] = {
         name: _plain(getattr(record, name)) for name in (field.name for field in dataclasses.fields(record))
     }
     fields |= {name: fields[name] + since for name in _TIMES if fields[name] is not None}
-    return msgspec.msgpack.encode(_Notes(fields, dict(tokens), dict(figures), seconds))
+    groups = None if replaced is None else [list(each) for each in replaced]
+    return msgspec.msgpack.encode(_Notes(fields, dict(tokens), dict(figures), seconds, groups))
 
 
 def batch_figures(
@@ -52,7 +70,9 @@ def batch_figures(
     read = {name: msgspec.msgpack.decode(each, type=_Notes) for name, each in notes.items() if each}
     records = {name: _record(each.record) for name, each in read.items()}
     tokens = sum((Counter(each.tokens) for each in read.values()), Counter[int]())
-    metrics = batch_metrics(samples, list(records.values()), dropped, version)
+    of_shards = [each.replaced for each in read.values() if each.replaced is not None]
+    replaced = [group for groups in of_shards for group in groups] if of_shards else None
+    metrics = batch_metrics(samples, list(records.values()), dropped, version, replaced)
     metrics |= staleness_shares(tokens, version) | length_error(samples, records)
     return metrics | _told(list(read.values()))
 

@@ -200,7 +200,7 @@ class AdmissionLedger:
         chosen = choose_batch(books.views(), books.batches_taken, gate.groups_per_step, gate.max_staleness)
         if chosen is None:
             return None
-        self._record(Leased(step, sorted(map(int, chosen))))
+        self._record(Leased(step, sorted(map(int, chosen)), dict(books.dropped)))
         self._hand_out()
         return self._batch(step)
 
@@ -221,9 +221,17 @@ class AdmissionLedger:
         self._hand_out()
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Begin with the books of an earlier run. Raises StoreError: groups were admitted already."""
-        if self.books.cursor:
-            raise StoreError(f"{self.books.cursor} groups were admitted already; books are taken over before the first")
+        """Begin with the books of an earlier run; told again before anything was trained it is the same.
+
+        Raises:
+            StoreError: other groups were admitted already.
+        """
+        books = self.books
+        if books.cursor:
+            known = {group.position for group in snapshot.groups} <= books.groups.keys() and not books.batches
+            if known and (books.batches_taken, books.trained) == (snapshot.batches_taken, snapshot.trained):
+                return
+            raise StoreError(f"{books.cursor} groups were admitted already; books are taken over before the first")
         self._record(snapshot)
         self._hand_out()
 

@@ -49,7 +49,8 @@ class ShardBooks(msgspec.Struct, array_like=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="s", array_like=True):
-    """All of the books. `cursor`: positions admitted so far; `accepted`: as the gate counts; `groups`: in order."""
+    """All of the books. `cursor`: positions admitted so far; `accepted`: as the gate counts; `groups`: in order;
+    `told`, `told_before`: as in `LedgerBooks`."""
 
     version: int
     cursor: int
@@ -60,6 +61,8 @@ class Snapshot(msgspec.Struct, frozen=True, tag="s", array_like=True):
     dropped: dict[str, int]
     groups: list[LedgerGroup]
     shards: list[ShardBooks]
+    told: dict[str, int] = {}
+    told_before: dict[str, int] = {}
 
     def payloads(self) -> set[str]:
         """The log has none."""
@@ -94,8 +97,11 @@ class Advanced(msgspec.Struct, frozen=True, tag="v", array_like=True):
 
 
 class Leased(msgspec.Struct, frozen=True, tag="h", array_like=True):
+    """`dropped`: samples by then, by reason, of which the batch tells those that are new."""
+
     step: int
     positions: list[int]
+    dropped: dict[str, int] = {}
 
 
 class GivenBack(msgspec.Struct, frozen=True, tag="g", array_like=True):
@@ -129,6 +135,10 @@ class LedgerBooks:
     admitted: int = 0
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    told: Counter[str] = field(default_factory=Counter)
+    """Of the dropped ones those that a batch has told of."""
+    told_before: Counter[str] = field(default_factory=Counter)
+    """The same, when the newest batch was made up."""
     buffered: int = 0
     settled: int = 0
     """Groups."""
@@ -158,8 +168,8 @@ class LedgerBooks:
     def snapshot(self) -> Snapshot:
         groups = [msgspec.structs.replace(one) for one in self.groups.values()]
         shards = [msgspec.structs.replace(one, orders=list(one.orders)) for one in self.shards]
-        told = (self.admitted, self.trained, dict(self.dropped))
-        return Snapshot(self.gate.version, self.cursor, self.gate.accepted, self.batches_taken, *told, groups, shards)
+        counts = (self.gate.version, self.cursor, self.gate.accepted, self.batches_taken, self.admitted, self.trained)
+        return Snapshot(*counts, dict(self.dropped), groups, shards, dict(self.told), dict(self.told_before))
 
     def check(self) -> None:
         """Raises ConservationError."""
@@ -195,9 +205,10 @@ class LedgerBooks:
                     self._take_from_shard(group)
             case Advanced(version=version):
                 self.gate.advance(version)
-            case Leased(step=step, positions=positions):
+            case Leased(step=step, positions=positions, dropped=dropped):
                 self.batches[step] = list(positions)
                 self.batches_taken = step
+                self.told_before, self.told = self.told, Counter(dropped)
                 for position in positions:
                     self.groups[position].step = step
             case GivenBack(step=step):
@@ -208,6 +219,7 @@ class LedgerBooks:
     def _open(self, snapshot: Snapshot) -> None:
         self.cursor, self.batches_taken = snapshot.cursor, snapshot.batches_taken
         self.admitted, self.trained, self.dropped = snapshot.admitted, snapshot.trained, Counter(snapshot.dropped)
+        self.told, self.told_before = Counter(snapshot.told), Counter(snapshot.told_before)
         self.groups = {one.position: msgspec.structs.replace(one) for one in snapshot.groups}
         self.shards = [msgspec.structs.replace(one, orders=list(one.orders)) for one in snapshot.shards]
         self.batches, self.homeless = {}, set()
@@ -268,6 +280,7 @@ class LedgerBooks:
                 self._order(join.shard, Void(held.position))
 
     def _give_back(self, step: int) -> None:
+        self.told = self.told_before
         for position in self.batches.pop(step):
             group = self.groups[position]
             group.step = None

@@ -8,7 +8,6 @@ Invariant: what was decided is written before anybody is told of it, and a proce
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,9 +44,8 @@ class LedgerDesk:
     """The last report of each shard."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     """Of this moment; another takes its place once it is set."""
-    _figures: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Of the last batch that was handed out, by its step."""
-    _dropped_before: Counter[str] = field(default_factory=Counter)
+    _figures: dict[tuple[int, ...], dict[str, float]] = field(default_factory=dict)
+    """Of the last batch that was handed out, by its positions."""
 
     def routes(self) -> list[web.RouteDef]:
         """Of the control service, which turns errors into refusals."""
@@ -95,13 +93,15 @@ class LedgerDesk:
         batch = self.ledger.take_batch(step)
         if batch is None:
             return None
-        if step not in self._figures:
-            dropped = Counter(self.ledger.counts().dropped)
-            version = self.ledger.books.gate.version
-            figures = batch_figures(batch.samples, batch.notes, dropped - self._dropped_before, version)
+        if batch.positions not in self._figures:
+            books = self.ledger.books
+            dropped = books.told - books.told_before
+            figures = batch_figures(batch.samples, batch.notes, dropped, books.gate.version)
             figures[ENGINES] = float(sum(each.serving for each in self._present()))
-            self._dropped_before, self._figures = dropped, {step: figures}
-        return BatchManifest(name_of_batch(step), step, list(batch.samples), self._figures[step], batch.shards)
+            self._figures = {batch.positions: figures}
+        return BatchManifest(
+            name_of_batch(step), step, list(batch.samples), self._figures[batch.positions], batch.shards
+        )
 
     def stopped(self) -> str:
         """Why nothing more will come of some shard."""

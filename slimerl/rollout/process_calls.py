@@ -5,6 +5,7 @@ Invariant: every call ends in time, with an answer or an error that says whether
 may be starting, ending, or another one in its place.
 """
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -12,10 +13,15 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from slimerl.resilience.deadline import Deadline
 from slimerl.samples.messages import TOKEN_HEADER, Refusal, decode, encode, read_address
 from slimerl.samples.messages import Path as Endpoint
 
 Answer = TypeVar("Answer")
+
+RETRY_S = 0.5
+LEAST_S = 0.1
+"""For one call: to aiohttp no time is all the time there is."""
 
 
 class ProcessUnreachable(RuntimeError):
@@ -34,10 +40,16 @@ class ProcessCalls:
         self._session: aiohttp.ClientSession | None = None
 
     async def ask(
-        self, process: int, path: Endpoint, message: msgspec.Struct, read: Callable[[bytes], Answer], within_s: float
+        self,
+        process: int,
+        path: Endpoint,
+        message: msgspec.Struct | None,
+        read: Callable[[bytes], Answer],
+        within_s: float,
     ) -> Answer:
         """
         Args:
+            message: None: it is only asked what there is.
             read: of the body of the answer; raises msgspec.MsgspecError where it is none.
 
         Raises:
@@ -49,20 +61,40 @@ class ProcessCalls:
         try:
             address = read_address(self._run_dir, process)
             url, headers = address.url + path, {TOKEN_HEADER: address.token}
-            async with self._session.post(url, data=encode(message), headers=headers, timeout=limit) as response:
-                body, status = await response.read(), response.status
+            method, body = ("GET", None) if message is None else ("POST", encode(message))
+            asking = self._session.request(method, url, data=body, headers=headers, timeout=limit)
+            async with asking as response:
+                answer, status = await response.read(), response.status
         except (OSError, aiohttp.ClientError, TimeoutError) as error:
             raise ProcessUnreachable(f"{path}: {type(error).__name__}: {error}") from error
         try:
             if status < 400:
-                return read(body)
-            why = decode(body, Refusal).error
+                return read(answer)
+            why = decode(answer, Refusal).error
         except msgspec.MsgspecError as error:
             raise ProcessUnreachable(f"{path}: the answer ({status}) cannot be read: {error}") from error
         # 401: the address file is of a process that has ended; 5xx: it is ending, or its disk is slow
         if status == 401 or status >= 500:
             raise ProcessUnreachable(f"{path}: refused with {status}: {why}")
         raise ProcessRefused(f"{path}: refused with {status}: {why}")
+
+    async def ask_again(
+        self,
+        process: int,
+        path: Endpoint,
+        message: msgspec.Struct | None,
+        read: Callable[[bytes], Answer],
+        deadline: Deadline,
+    ) -> Answer:
+        """As `ask`, until it or another in its place has answered. Raises ProcessRefused, DeadlineExceeded."""
+        seen = ""
+        while True:
+            deadline.check(seen)
+            try:
+                return await self.ask(process, path, message, read, max(deadline.remaining_s, LEAST_S))
+            except ProcessUnreachable as error:
+                seen = str(error)
+                await asyncio.sleep(min(RETRY_S, deadline.remaining_s))
 
     async def close(self) -> None:
         if self._session is not None:

@@ -25,6 +25,8 @@ from slimerl.spec import RunSpec
 
 LEASE_S = 60.0
 """Of what a process holds, since it was heard of; one that is started again takes less to come back."""
+RESTORE = 0.8
+"""Of `deadlines.request_s`, for which the trainer waits."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def service_kind(spec: RunSpec, desk: LedgerDesk | None) -> Callable[..., Contro
         return ControlService
     if desk is None:
         return ShardService
-    return partial(FrontService, desk=desk, samples_per_group=spec.rollout.samples_per_prompt)
+    size, restore_s = spec.rollout.samples_per_prompt, RESTORE * spec.deadlines.request_s
+    return partial(FrontService, desk=desk, samples_per_group=size, restore_s=restore_s)
 
 
 @asynccontextmanager
@@ -91,6 +94,7 @@ async def beside_it(
         raise TypeError("one of several rollout processes makes what is ordered, and keeps a journal")
     calls = ProcessCalls(spec.run_dir)
     if isinstance(service, FrontService):
+        service.calls = calls
         service.catch_up()
         service.evaluation = over_all(service.evaluation, calls, spec.rollout.processes)
     ask: Ask = desk.hear if desk is not None else remote_ledger(calls)

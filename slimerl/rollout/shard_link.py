@@ -39,8 +39,11 @@ class ShardLink:
     """Those after `_heard`."""
 
     def hold(self, held: Iterable[Held]) -> None:
-        """What a process that was this shard before has left, before the first `join`."""
-        self.held = {one.position: one for one in held}
+        """What is here of before: of a process that was this shard, or of a checkpoint. Where the ledger may know this
+        shard already, it joins again to say so."""
+        self.held |= {one.position: one for one in held}
+        if self._join is not None:
+            self.fenced(self.incarnation, self.incarnation)
 
     def join(self) -> ShardJoin:
         """To send until the ledger has replied; the same as long as it is for the same incarnation."""

@@ -13,6 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.group_notes import pack_notes
 from slimerl.rollout.prompts import Drawn, PromptStream
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 VOID = "made_elsewhere"
 """Reason, in this store's books alone, of samples that the ledger has given to another shard."""
 BEFORE = "before_restart"
-"""Reason of what a process that was this shard had dropped of a group that is live: its journal has the sums alone."""
+"""Reason of what was dropped of a group that is live, before this process or this run: of that there are sums alone."""
 MUCH_ROOM = 2**30
 _GONE = frozenset({EngineState.DEAD, EngineState.DIRTY})
 
@@ -88,6 +90,8 @@ class ShardScheduler(Scheduler):
 
     link: ShardLink = field(default_factory=lambda: ShardLink(0, 1))
     news: Callable[[], None] = lambda: None
+    figures: Callable[[], dict[str, float]] = dict
+    """What else there is to tell with a group."""
     _positions: dict[str, int] = field(default_factory=dict)
     """Of groups in the store, by id."""
     _names: dict[int, str] = field(default_factory=dict)
@@ -131,8 +135,22 @@ class ShardScheduler(Scheduler):
             case _:
                 self._forget(order.position)
 
+    def go_on_with(self, share: RolloutState) -> None:
+        """What a checkpoint has of groups that are to be gone on with here; told again it is the same.
+
+        A group that was ordered anew meanwhile is made as it was ordered: a process that was this shard has ended
+        before it could say that it has the group.
+
+        Raises: as `Scheduler.restore`.
+        """
+        if self.store.counts().admitted:
+            return  # what this shard does not say that it holds the ledger has made again
+        positions = self.prompts.positions(group.group_id for group in share.groups)
+        groups = [group for group in share.groups if positions.get(group.group_id) not in self.link.held]
+        self.restore(msgspec.structs.replace(share, groups=groups))
+
     def restore(self, state: RolloutState) -> None:
-        """Go on where a process stopped that was this shard; what it holds is told with the first join.
+        """Go on where a process stopped that was this shard, or a run; what it holds is told with the next join.
 
         Raises: as `Scheduler.restore`.
         """
@@ -147,14 +165,18 @@ class ShardScheduler(Scheduler):
             if group.group_id not in live:
                 self._end(group.group_id, drop=False)
         held = [group for group in state.groups if group.group_id in live]
+        self._drops |= {group.group_id: Counter({BEFORE: lost}) for group in held if (lost := self._dropped_of(group))}
         self.link.hold(self._held(positions[group.group_id], group) for group in held)
 
     def _held(self, position: int, group: SavedGroup) -> Held:
         samples = self.store.ready_samples(group.group_id)
         if not samples:
             return Held(position, group.version)
-        dropped = self.settings.samples_per_group - sum(FORK not in each.sample_id for each in samples)
-        return Held(position, group.version, Settled(position, samples, {BEFORE: dropped} if dropped else {}))
+        return Held(position, group.version, Settled(position, samples, dict(self._drops.get(group.group_id, {}))))
+
+    def _dropped_of(self, group: SavedGroup) -> int:
+        left = sum(FORK not in sample_id.removeprefix(group.group_id) for sample_id in group.sample_ids)
+        return self.settings.samples_per_group - left
 
     def _note(self, record: Record) -> None:
         if isinstance(record, Dropped):
@@ -169,6 +191,10 @@ class ShardScheduler(Scheduler):
         position = self.ordered.drawn.position
         self._positions[drawn.group_id], self._names[position] = position, drawn.group_id
         super()._admit(drawn)
+
+    def _lost(self, group_id: str) -> None:
+        if self._positions[group_id] not in self.ordered.forgetting:
+            super()._lost(group_id)
 
     def _settle(self, group_id: str, state: GroupState) -> None:
         super()._settle(group_id, state)
@@ -185,17 +211,20 @@ class ShardScheduler(Scheduler):
             self.ordered.forgetting.discard(position)
             self.wake()
             return
-        self.link.settled(Settled(position, samples, dropped, self._notes(group_id, samples)))
+        # of a group that came to nothing nothing is told with a batch: what was counted goes with the next
+        notes = self._notes(group_id, samples) if samples else b""
+        self.link.settled(Settled(position, samples, dropped, notes))
         if not samples:
             self._end(group_id, drop=False)
         self.news()
 
     def _notes(self, group_id: str, samples: list[SampleMeta]) -> bytes:
         tokens = tokens_by_version(self.store.payloads(each.sample_id for each in samples))
-        figures = self.judge.take_figures() | self.dispatcher.take_figures()
+        figures = self.judge.take_figures() | self.dispatcher.take_figures() | self.figures()
         now = time.monotonic()
         seconds, self._noted_s = now - self._noted_s, now
-        return pack_notes(self._records.get(group_id) or GroupRecord(), tokens, figures, seconds)
+        record, replaced = self._records.get(group_id) or GroupRecord(), self._informative.take_replaced()
+        return pack_notes(record, tokens, figures, seconds, replaced)
 
     def unsynced(self) -> list[str]:
         """Engines that have registered since the last sync."""

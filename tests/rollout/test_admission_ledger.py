@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from ledger_scene import (
     GROUPS,
@@ -19,7 +20,8 @@ from ledger_scene import (
 )
 
 from slimerl.rollout.admission import choose_batch
-from slimerl.rollout.ledger import Fenced, LedgerError
+from slimerl.rollout.ledger import Fenced, LedgerError, replayed
+from slimerl.rollout.ledger_books import LedgerGroup
 from slimerl.rollout.shard_link import ShardLink
 from slimerl.rollout.shares import shard_of_session
 from slimerl.samples.books import GroupView, StoreError
@@ -303,3 +305,44 @@ def test_orders_and_replies_survive_the_wire():
     assert over_the_wire(reply, LedgerReply) == reply
     join = ShardJoin(0, 1, [Held(0, 1, outcome(0, 1, 3)), Held(1, 1)])
     assert over_the_wire(join, ShardJoin) == join
+
+
+def test_a_batch_tells_of_each_dropped_sample_once_also_where_the_ledger_has_started_again():
+    log: list = []
+    ledger = empty_ledger(1, note=log.append)
+    (link,) = joined(ledger, 1)
+    for step, (kind, dropped) in enumerate([(1, {"timeout": GROUPS}), (0, {}), (1, {"timeout": GROUPS})], 1):
+        ledger.advance(step - 1)
+        talk(ledger, link)
+        finish(link, lambda position, kind=kind: kind)
+        talk(ledger, link)
+        assert ledger.take_batch(step) is not None
+        for books in (ledger.books, replayed(log, gate(0), SIZE, 1)):
+            assert books.told - books.told_before == dropped
+        ledger.give_back(step)
+        assert ledger.books.told == ledger.books.told_before
+        assert ledger.take_batch(step) is not None
+        assert ledger.books.told - ledger.books.told_before == dropped
+        ledger.trained(step)
+
+
+def test_c1_a_shard_that_gets_groups_of_a_checkpoint_joins_again_to_say_so():
+    ledger = empty_ledger(2)
+    first, second = joined(ledger, 2)
+    late = ledger.report(second.report(PLENTY), 0.0)
+    books = ledger.books.snapshot()
+    groups = [LedgerGroup(0, 1, 0), LedgerGroup(1, 1, 1)]
+    begun = msgspec.structs.replace(books, version=1, cursor=2, batches_taken=1, accepted=GROUPS, groups=groups)
+    whole = msgspec.structs.replace(begun, admitted=4 + 2 * SIZE, trained=4)
+    ledger.restore(whole)
+    second.hold([Held(1, 1, outcome(1, 1, 0))])
+    assert second.take(late) == [], "it was said of before"
+    talk(ledger, second)
+    assert ledger.books.groups[1].settled == outcome(1, 1, 0)
+    ledger.restore(whole)
+    assert ledger.books.groups[1].settled is not None, "told again it is the same"
+    first.fenced(first.incarnation, first.incarnation)
+    talk(ledger, first)
+    assert ledger.books.groups[0].shard in (None, 0), "it never got what it was to go on with"
+    talk(ledger, first)
+    assert sorted(first.held) == [0], "and makes the group again"

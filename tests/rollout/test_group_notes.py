@@ -25,3 +25,15 @@ def test_counts_are_added_up_and_shares_of_time_count_by_their_time():
 def test_shares_of_no_time_count_alike():
     figures = batch_figures([meta(0, "0", 0)], {"0": notes(0.2, 0.0), "1": notes(0.6, 0.0)}, {}, 0)
     assert figures["rollout/engine_idle_share"] == pytest.approx(0.4)
+
+
+def test_groups_that_were_replaced_are_told_with_those_that_were_kept():
+    samples = [meta(position, name, 0) for position in range(2) for name in "01"]
+    told = {
+        "0": pack_notes(GroupRecord(), {0: 4}, {}, 1.0, [[False, False], [None, False]]),
+        "1": pack_notes(GroupRecord(), {0: 4}, {}, 1.0, []),
+    }
+    figures = batch_figures(samples, told, {}, 0)
+    assert figures["rollout/replaced_groups"] == 2
+    assert figures["rollout/accuracy_with_replaced"] == pytest.approx(4 / 7)
+    assert "rollout/replaced_groups" not in batch_figures(samples, {"0": notes(0.0, 1.0)}, {}, 0)

@@ -110,9 +110,12 @@ def test_two_roles_serve_one_trainer(tmp_path, start):
                 await asyncio.to_thread(client.next_batch, 1, 1.0)
             await sync(client, engines, 0)
             first = await take(client, 1)
-            state = await asyncio.to_thread(client.state)
-            assert (state.steps, state.cursor, state.trained) == (1, GROUPS, GROUPS * SIZE)
             await sync(client, engines, 1)
+            while (await asyncio.to_thread(client.status)).buffered < GROUPS * SIZE:
+                await asyncio.sleep(0.02)
+            state = await asyncio.to_thread(client.state)
+            assert (state.steps, state.cursor, state.trained) == (1, 2 * GROUPS, GROUPS * SIZE)
+            assert sum(len(group.samples) for group in state.groups) == GROUPS * SIZE, "of both"
             second = await take(client, 2)
             status = await asyncio.to_thread(client.status)
             assert status.admitted == status.trained == len(first | second) == GROUPS * SIZE * STEPS
@@ -128,54 +131,47 @@ def test_two_roles_serve_one_trainer(tmp_path, start):
     asyncio.run(scene())
 
 
-def test_a5_roles_that_are_killed_are_followed_by_others_that_have_what_they_held(tmp_path, start):
-    """Injected: both are killed while the trainer waits for step 2, of which one has made its share; then the second
-    while that is out."""
+def test_a5_a_role_that_is_killed_while_weights_are_held_is_followed_by_one_that_has_the_ledger(tmp_path, start):
+    """Injected: the first role is killed while the engines of both are held for version 1."""
     run_dir = tmp_path / "run"
 
-    async def again(roles: dict[int, "subprocess.Popen[bytes]"], engines: list[FakeEngine], *killed: int) -> None:
-        """As the conductor does, and the engines' own roles."""
-        for process in killed:
-            roles[process].kill()
-            roles[process].wait()
-            (run_dir / address_file(process)).unlink()
-            roles[process] = start(process, TAKE_OVER)
-        deadline = Deadline("the rollout roles to start again", START_S)
-        for process in killed:
-            engine = engines[process]
-            described = msgspec.structs.replace(engine.info, version=int(engine.version))
-            await register(described, run_dir, deadline, process)
+    async def again(role: "subprocess.Popen[bytes]", engine: FakeEngine) -> "subprocess.Popen[bytes]":
+        """As the conductor does, and the engine's own role."""
+        role.kill()
+        role.wait()
+        (run_dir / address_file(0)).unlink()
+        following = start(0, TAKE_OVER)
+        described = msgspec.structs.replace(engine.info, version=int(engine.version))
+        await register(described, run_dir, Deadline("the rollout role to start again", START_S), 0)
+        return following
 
     async def scene() -> None:
-        roles = {process: start(process) for process in range(PROCESSES)}
+        roles = [start(process) for process in range(PROCESSES)]
         async with asyncio.timeout(2 * START_S), AsyncExitStack() as stack:
             client, engines = await connected(run_dir, stack)
             await sync(client, engines, 0)
             first = await asyncio.to_thread(client.next_batch, 1, PATIENCE_S)
             await asyncio.to_thread(client.trained, first.batch_id, 1)
-            engines[1].open.clear()
+            hold = await asyncio.to_thread(client.hold, HoldRequest(1, START_S))
+            roles[0] = await again(roles[0], engines[0])
+            whole = ReleaseRequest(hold.lease_id, 1, ["engine-0", "engine-1"])
+            with pytest.raises(ServiceFailed, match="hold again and rewrite the engines"):
+                await asyncio.to_thread(client.release, whole)
+            status = await asyncio.to_thread(client.status)
+            assert [each.state for each in status.engines] == [EngineState.JOINING, EngineState.SERVING]
             await sync(client, engines, 1)
-            await engines[1].running_requests(GROUPS // 2 * SIZE)
-            while (await asyncio.to_thread(client.status)).buffered < GROUPS // 2 * SIZE:
-                await asyncio.sleep(0.02)
-            waiting = asyncio.ensure_future(asyncio.to_thread(client.next_batch, 2, START_S))
-            await again(roles, engines, 0, 1)
-            engines[1].open.set()
-            second = await waiting
-            assert engines[0].calls["/generate"] == GROUPS // 2 * SIZE * STEPS, "what was ready is not made again"
+            second = await asyncio.to_thread(client.next_batch, 2, PATIENCE_S)
+            assert sorted(second.shards.values()) == [0, 0, 1, 1]
             ids, shards = [each.sample_id for each in second.samples], second.shards
             asked = asyncio.to_thread(client.fetch, ids, [shards[each.group_id] for each in second.samples])
-            fetching = asyncio.ensure_future(asked)
-            await again(roles, engines, 1)
-            assert [each.sample_id for each in await fetching] == ids
-            assert (await asyncio.to_thread(client.next_batch, 2, PATIENCE_S)).samples == second.samples
+            assert [each.sample_id for each in await asked] == ids
             await asyncio.to_thread(client.trained, second.batch_id, 2)
             status = await asyncio.to_thread(client.status)
             assert status.admitted == status.trained == GROUPS * SIZE * STEPS
-            assert {each.state for each in status.engines} == {EngineState.SERVING}, "without another sync"
-            for role in roles.values():
+            assert all(engine.calls["/generate"] == GROUPS // 2 * SIZE * STEPS for engine in engines)
+            for role in roles:
                 role.terminate()
-            assert [await asyncio.to_thread(role.wait, 15) for role in roles.values()] == [0, 0]
+            assert [await asyncio.to_thread(role.wait, 15) for role in roles] == [0, 0]
 
     asyncio.run(scene())
 

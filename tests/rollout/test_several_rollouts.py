@@ -1,119 +1,23 @@
 """Several rollout processes under one ledger, over real HTTP: they make what one process would have made."""
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from ledger_scene import over_the_wire
+from rollout_fleet import GROUPS, LEASE_S, PATIENCE_S, SIZE, STEPS, Fleet, Made, fleet, listen, next_batch, told_by
 from scene import Scene, rollout
 
 from slimerl.resilience.deadline import Deadline
+from slimerl.rewards.outcome import Failed, Scored
 from slimerl.rollout.admission import StalenessGate
-from slimerl.rollout.announcing import announce
-from slimerl.rollout.front import FrontService
 from slimerl.rollout.journal_file import JournalFile, read_journal
 from slimerl.rollout.ledger_desk import LedgerDesk, open_ledger
-from slimerl.rollout.ledger_line import LedgerLine, remote_ledger
-from slimerl.rollout.process_calls import ProcessCalls
 from slimerl.samples.books import StoreError
-from slimerl.samples.messages import BatchManifest, RolloutState, ServiceAddress, address_file
+from slimerl.samples.messages import RolloutState, ServiceAddress
 from slimerl.training.rollout_client import RolloutClient, ServiceFailed
 from slimerl.training.several_rollouts import SeveralRollouts
-
-GROUPS, SIZE, STEPS = 4, 3, 3
-LEASE_S, PATIENCE_S = 2.0, 20.0
-Made = dict[str, tuple[bytes, bytes]]
-"""Tokens and versions of each sample."""
-
-
-@dataclass
-class Fleet:
-    """Rollout processes, each in a scene of its own; the first has the ledger."""
-
-    run_dir: Path
-    desk: LedgerDesk
-    scenes: list[Scene]
-    lines: list["asyncio.Task[None]"]
-    runners: list[web.AppRunner]
-
-    async def serve(self, version: int) -> None:
-        """Engines of all hold `version`, as after a sync; the first process tells the ledger."""
-        for scene in self.scenes:
-            await scene.serve(version)
-        await self.desk.advance(version)
-
-    async def take(self, step: int) -> tuple[BatchManifest, Made]:
-        manifest = await next_batch(self.desk, step)
-        deadline = Deadline("the rollout processes", PATIENCE_S)
-        connected = SeveralRollouts.connect_all, self.run_dir, deadline, PATIENCE_S, len(self.scenes)
-        client = await asyncio.to_thread(*connected)
-        ids = [each.sample_id for each in manifest.samples]
-        shards = [manifest.shards[each.group_id] for each in manifest.samples]
-        payloads = await asyncio.to_thread(client.fetch, ids, shards)
-        assert [each.sample_id for each in payloads] == ids
-        return manifest, {each.sample_id: (each.tokens, each.versions) for each in payloads}
-
-    async def end(self, shard: int) -> None:
-        """As a process does that is killed: nobody answers for it, and it says nothing more."""
-        self.lines[shard].cancel()
-        await self.runners[shard].cleanup()
-        await self.scenes[shard].scheduler.close()
-
-
-async def next_batch(desk: LedgerDesk, step: int) -> BatchManifest:
-    async with asyncio.timeout(PATIENCE_S):
-        while (manifest := desk.take_batch(step)) is None:
-            await asyncio.sleep(0.005)
-        await desk.tell()
-        return manifest
-
-
-async def told_by(scene: Scene, ask: Any) -> None:
-    scheduler: Any = scene.scheduler
-    journal = {} if scheduler.journal is None else {"journaled": scheduler.journal.written}
-    line = LedgerLine(scheduler.link, ask, scheduler.room, scheduler.carry_out, PATIENCE_S, **journal)
-    scheduler.news = line.wake
-    await line.run()
-
-
-def fleet(act: Callable[[Fleet], Coroutine[Any, Any, Any]], run_dir: Path, shards: int, staleness: int = 0) -> Any:
-    async def run() -> Any:
-        async with asyncio.timeout(60), AsyncExitStack() as stack:
-            gate = StalenessGate(GROUPS, staleness, STEPS)
-            desk = await open_ledger(run_dir / "ledger", gate, SIZE, shards, LEASE_S, PATIENCE_S)
-            stack.callback(desk.close)
-            scenes, runners = [], []
-            for shard in range(shards):
-                options = {"engines": 1, "groups": GROUPS, "size": SIZE, "staleness": staleness, "steps": STEPS}
-                scenes.append(await stack.enter_async_context(rollout(**options, shard=shard)))
-                application = scenes[-1].service.application()
-                application.add_routes(desk.routes() if shard == 0 else [])
-                runners.append(web.AppRunner(application, shutdown_timeout=0.1))
-                await runners[-1].setup()
-                stack.push_async_callback(runners[-1].cleanup)
-                await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
-                url = f"http://127.0.0.1:{runners[-1].addresses[0][1]}"
-                announce(run_dir / address_file(shard), ServiceAddress(url, "token", os.getpid()))
-            calls = ProcessCalls(run_dir)
-            stack.push_async_callback(calls.close)
-            asks = [desk.hear, *(remote_ledger(calls) for _ in scenes[1:])]
-            lines = [asyncio.ensure_future(told_by(scene, ask)) for scene, ask in zip(scenes, asks, strict=True)]
-            watch = asyncio.ensure_future(desk.watch())
-            try:
-                return await act(Fleet(run_dir, desk, scenes, lines, runners))
-            finally:
-                for task in (*lines, watch):
-                    task.cancel()
-                ended = await asyncio.gather(*lines, watch, return_exceptions=True)
-                assert all(isinstance(each, asyncio.CancelledError) for each in ended), ended
-
-    return asyncio.run(run())
 
 
 async def train(made: Fleet) -> list[Made]:
@@ -184,17 +88,11 @@ def test_a2_a_process_that_ends_costs_no_sample_for_another_makes_its_groups(tmp
     assert fleet(act, tmp_path, 2) == single()
 
 
-def front_of(made: Fleet) -> FrontService:
-    service = made.scenes[0].service
-    parts = {each.name: getattr(service, each.name) for each in fields(service) if not each.name.startswith("_")}
-    return FrontService(**parts, desk=made.desk, samples_per_group=SIZE)
-
-
 def test_what_the_ledger_hears_is_no_news_for_it(tmp_path):
     """Fault: the first process would report that it was reported to, and so on without end."""
 
     async def act(made: Fleet) -> None:
-        front, told = front_of(made), list[str]()
+        front, told = made.front, list[str]()
         front.news = lambda: told.append("news")
         await made.desk.tell()
         assert told == []
@@ -208,17 +106,14 @@ def test_c1_a_run_that_goes_on_from_its_state_gets_what_it_would_have_got(tmp_pa
     async def before(made: Fleet) -> tuple[RolloutState, Made]:
         await made.serve(0)
         _, payloads = await made.take(1)
-        front = front_of(made)
         with pytest.raises(StoreError, match=r"batch \[1\] is out; save after it was trained"):
-            front.state()
+            await made.front.state()
         await made.desk.trained(1)
-        return front.state(), payloads
+        return await made.front.state(), payloads
 
     async def after(made: Fleet) -> list[Made]:
-        front = front_of(made)
-        front.restore(over_the_wire(state, RolloutState))
-        with pytest.raises(StoreError, match="groups were admitted already"):
-            front.restore(state)
+        for _ in range(2):  # also told again, where the answer was lost
+            await made.front.restore(over_the_wire(state, RolloutState))
         found = []
         for step in range(2, STEPS + 1):
             await made.serve(step - 1)
@@ -340,3 +235,39 @@ def test_a2_a_process_that_is_killed_and_comes_back_in_time_keeps_what_its_journ
     made: dict[int, Made] = {}
     asyncio.run(run())
     assert list(made.values()) == single()
+
+
+def test_what_was_counted_of_a_group_that_came_to_nothing_is_told_with_the_next(tmp_path):
+    """Injected: no answer to the first prompt can be judged."""
+
+    async def act(made: Fleet) -> None:
+        scene = made.scenes[0]
+        first = scene.scheduler.prompts.at(0).prompt.answer
+        scene.reward.verdict = lambda request: Failed("timeout", "") if request.answer == first else Scored(1.0, True)
+        await made.serve(0)
+        manifest, _ = await made.take(1)
+        assert manifest.metrics["reward/failed_timeout"] == SIZE
+        assert manifest.metrics["reward/correct"] == GROUPS * SIZE
+
+    fleet(act, tmp_path, 1)
+
+
+def test_a5_a_fetch_goes_on_at_the_process_that_follows_one_that_ended_in_the_middle_of_it(tmp_path):
+    """Fault: of two processes the second ends before it has given what it holds; another comes in its place."""
+
+    async def act(made: Fleet) -> None:
+        await made.serve(0)
+        manifest = await next_batch(made.desk, 1)
+        deadline = Deadline("the rollout processes", PATIENCE_S)
+        connected = SeveralRollouts.connect_all, made.run_dir, deadline, PATIENCE_S, 2, PATIENCE_S
+        trainer = await asyncio.to_thread(*connected)
+        await made.runners[1].cleanup()
+        ids = [each.sample_id for each in manifest.samples]
+        shards = [manifest.shards[each.group_id] for each in manifest.samples]
+        fetching = asyncio.ensure_future(asyncio.to_thread(trainer.fetch, ids, shards))
+        made.scenes[1].service.token = "of the next"
+        following = await listen(made.run_dir, 1, made.scenes[1].service)
+        assert [each.sample_id for each in await fetching] == ids
+        await following.cleanup()
+
+    fleet(act, tmp_path, 2)

@@ -1,16 +1,16 @@
 """Held-out evaluation by several rollout processes: the figures of one, from the engines of all."""
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import web
+from rollout_fleet import listen, service_of
 from scene import Scene, rollout
 
 from slimerl.engine.protocol import SamplingParams
@@ -50,15 +50,9 @@ class Two:
         return await self.evaluation.run(EvaluateRequest(step, timeout_s))
 
     async def listen(self) -> web.AppRunner:
-        made = self.scenes[1].service
-        parts = {each.name: getattr(made, each.name) for each in fields(made) if not each.name.startswith("_")}
-        parts["evaluation"] = with_a_set(made.evaluation)
-        runner = web.AppRunner(ShardService(**parts).application(), shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        announce(self.run_dir / address_file(1), ServiceAddress(url, "token", os.getpid()))
-        return runner
+        service = service_of(self.scenes[1], ShardService)
+        service.evaluation = with_a_set(service.evaluation)
+        return await listen(self.run_dir, 1, service)
 
 
 def play(act: Callable[[Two], Coroutine[Any, Any, Any]], run_dir: Path) -> Any:
