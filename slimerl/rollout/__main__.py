@@ -28,7 +28,7 @@ from slimerl.resilience.processes import die_with_parent
 from slimerl.rewards.build import build_reward, reads_prompt, reads_tokens
 from slimerl.rewards.outcome import RewardUnavailable, RunningReward
 from slimerl.rollout.agents.build import RunningAgent, announced, build_agent
-from slimerl.rollout.announcing import gateway_listening, service_listening
+from slimerl.rollout.announcing import gateway_key, gateway_listening, service_listening
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients, Engines
 from slimerl.rollout.evaluation import Evaluation, HeldOutSet
@@ -227,7 +227,7 @@ async def _service(
         judge,
         loop,
         journal=journal,
-        max_buffered_bytes=rollout.max_buffered_gib * 2**30,
+        max_buffered_bytes=rollout.max_buffered_gib * 2**30 / rollout.processes,
     )
     replicas = len(range(place.process, spec.engine.replicas, rollout.processes))
     weights = WeightHold(dispatcher, clients, replicas, spec.deadlines.start_s, on_update=rollout.on_update)
@@ -241,9 +241,13 @@ async def _service(
         async with AsyncExitStack() as stack:
             if isinstance(loop, ExternalAgents):
                 parts = Parts(params, spec.seed, rollout.chunk_tokens)
-                gateway = await build_gateway(spec, inputs.tokenizer, loop, dispatcher, parts)
-                service.figures = gateway.take_figures
-                await stack.enter_async_context(gateway_listening(spec, gateway))
+                agents = (spec, inputs.tokenizer, loop, dispatcher, parts, gateway_key(spec), place.process)
+                gateway = await build_gateway(*agents)
+                if isinstance(scheduler, ShardScheduler):
+                    scheduler.figures = gateway.take_figures
+                else:
+                    service.figures = gateway.take_figures
+                await stack.enter_async_context(gateway_listening(spec, gateway, place.process))
             directory = journal_of(spec, place.process)
             await take_over(service, journal, directory, spec.deadlines.start_s, place.takes_over)
             yield service

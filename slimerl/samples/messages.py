@@ -16,6 +16,8 @@ import numpy as np
 TOKEN_HEADER = "x-slimerl-token"
 ADDRESS_FILE = "rollout.json"
 """In the run directory, mode 0600: `ServiceAddress` as JSON, written once the service listens."""
+GATEWAY_FILE = "gateway.json"
+"""The same of the gateway; its token is the key that agent programs show."""
 
 Message = TypeVar("Message")
 
@@ -52,6 +54,11 @@ class ServiceAddress(msgspec.Struct, frozen=True):
 def address_file(shard: int = 0) -> str:
     """Name of the file in which the rollout process of this number announces itself."""
     return f"rollout-{shard}.json" if shard else ADDRESS_FILE
+
+
+def gateway_file(shard: int = 0) -> str:
+    """As `address_file`, of the gateway."""
+    return f"gateway-{shard}.json" if shard else GATEWAY_FILE
 
 
 def process_of_engine(index: int, processes: int) -> int:

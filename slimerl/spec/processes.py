@@ -25,8 +25,6 @@ def check_processes(spec: "RunSpec") -> None:
             f"{why}: with engine.elastic.min = {spec.engine.elastic.min} some could be left without an engine; "
             f"raise it to {count}, or set rollout.processes: 1"
         )
-    if spec.agent.kind == "external":
-        raise ValueError(f"{why}: agent programs are served by one process; set rollout.processes: 1")
     if spec.rollout.speculation.is_on:
         raise ValueError(f"{why}: drafts are kept by one process; set rollout.speculation.tier: off, or processes: 1")
     if spec.rollout.port:

@@ -17,8 +17,7 @@ from tiny_models import make_tiny_model
 from slimerl.conductor.preflight.agent import agent_faults
 from slimerl.engine.registration import register
 from slimerl.resilience.deadline import Deadline
-from slimerl.rollout.gateway.build import GATEWAY_FILE
-from slimerl.samples.messages import HoldRequest, ReleaseRequest
+from slimerl.samples.messages import GATEWAY_FILE, HoldRequest, ReleaseRequest
 from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.training.rollout_client import RolloutClient
 
