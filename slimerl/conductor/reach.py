@@ -6,9 +6,7 @@ from slimerl.spec import RunSpec
 
 
 def reach_faults(spec: RunSpec, nodes: int) -> Iterator[str]:
-    """Of a run whose roles are on `nodes` machines, started one by one."""
-    if spec.rollout.processes > 1:
-        yield f"rollout.processes = {spec.rollout.processes}, and launch/slurm/run.sbatch starts one; set it to 1"
+    """Of a run whose roles are on `nodes` machines."""
     if nodes == 1 or not spec.uses_engines:
         return
     shape = f"{spec.gpus} GPUs on nodes of {spec.cluster.gpus_per_node}"
@@ -18,6 +16,12 @@ def reach_faults(spec: RunSpec, nodes: int) -> Iterator[str]:
         )
     if spec.cluster.network == "loopback":
         yield f"cluster.network = loopback: the roles of {shape} could not reach each other; set it to hostname"
+
+
+def job_faults(spec: RunSpec) -> Iterator[str]:
+    """Of a run whose roles a job of a cluster starts."""
+    if spec.rollout.processes > 1:
+        yield f"rollout.processes = {spec.rollout.processes}, and launch/slurm/run.sbatch starts one; set it to 1"
 
 
 def unwatched_faults(spec: RunSpec) -> Iterator[str]:
