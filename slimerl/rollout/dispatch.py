@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
+from slimerl.engine.client import EngineError, EngineUnreachable
 from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.engine.routed_experts import RoutedExpertsError, asked_from
 from slimerl.resilience.deadline import DeadlineExceeded
@@ -28,8 +28,9 @@ from slimerl.rollout.migration import Migration
 from slimerl.rollout.order import LengthOrder, Progress
 from slimerl.rollout.routed import with_routing
 from slimerl.rollout.router import Query, Reservation, Router
+from slimerl.rollout.shared_prompts import SharedPrompts
 from slimerl.rollout.suspects import Suspects
-from slimerl.rollout.tries import TryFailed, check_answer, check_versions
+from slimerl.rollout.tries import TryFailed, as_failure, check_answer, check_versions
 from slimerl.samples.messages import EngineState
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,10 @@ class _TakenBack(Exception):
     """It is to be tried on another engine, through no fault of this one."""
 
 
+class _NotSent(Exception):
+    """A weight update began, or ended, before it was sent: it waits for a slot again."""
+
+
 @dataclass
 class Dispatcher:
     """`changed` is called whenever a slot came free or an engine changed its state."""
@@ -112,6 +117,7 @@ class Dispatcher:
     """Of the rest that `_grant` has left."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _figures: LoadFigures = field(default_factory=LoadFigures)
+    _prompts: SharedPrompts = field(default_factory=SharedPrompts)
     _migration: Migration = field(init=False)
 
     def __post_init__(self) -> None:
@@ -149,10 +155,13 @@ class Dispatcher:
                 if not sent:
                     started()
                     sent = True
+                await self._share_prompt(slot, request)
                 generation = await self._try(slot, request, live)
                 generated = len(generation.tokens)
                 whole = live.whole(generation) if live is not None else generation
                 return Completion(whole, slot.engine_id, failures + lost + 1)
+            except _NotSent:
+                continue
             except _TakenBack:
                 logger.info("%s waited on %s for want of KV, and goes to another", request.request_id, slot.engine_id)
             except TryFailed as failure:
@@ -263,13 +272,16 @@ class Dispatcher:
         engine_id = self.router.route(waiter.query)
         if engine_id is None:
             return False
-        waiter.slot.set_result(self.router.reserve(engine_id, waiter.query))
+        slot = self.router.reserve(engine_id, waiter.query)
+        self._prompts.join(slot, self.router.version, waiter.query)
+        waiter.slot.set_result(slot)
         self.in_flight += 1
         self._figures.taken(engine_id)
         return True
 
     def _release(self, slot: Reservation, generated: int = 0) -> None:
         self.router.end(slot, generated)
+        self._prompts.leave(slot)
         self.in_flight -= 1
         self._figures.given_back(slot.engine_id, self.router.serving())
         if not self.in_flight:
@@ -279,11 +291,27 @@ class Dispatcher:
 
     # --- one try
 
+    async def _share_prompt(self, slot: Reservation, request: GenerateRequest) -> None:
+        """Siblings that go to an engine together wait until one of them has had their prompt computed there."""
+        version = self.router.version
+        if not await self._prompts.computed(slot, lambda: self._compute_prompt(slot.engine_id, request)):
+            return
+        if self._held or self.router.version != version:
+            raise _NotSent
+        self._check_in_service(slot.engine_id, "was taken out of service meanwhile")
+
+    async def _compute_prompt(self, engine_id: str, request: GenerateRequest) -> None:
+        alone = replace(request, params=SamplingParams(max_new_tokens=0, temperature=0.0), routing_from=None)
+        try:
+            await self._unless_lost(engine_id, self._ask(engine_id, alone, self._new_name(request), None))
+        except TryFailed as failure:
+            if failure.suspect:
+                self._suspects.failed(engine_id)
+            raise
+
     async def _try(self, slot: Reservation, request: GenerateRequest, live: LiveTokens | None) -> Generation:
         version = self.router.version
-        self._sent += 1
-        # never the name of an earlier try, which an engine may still know
-        name = f"{request.request_id}#{self.process}{self._sent}"
+        name = self._new_name(request)
         asked = self._migration.sent(slot, name, divisible=request.progress is not None)
         if live is not None:
             live.begin(version)
@@ -310,6 +338,11 @@ class Dispatcher:
             raise _TakenBack
         return generation
 
+    def _new_name(self, request: GenerateRequest) -> str:
+        """Never that of an earlier try, which an engine may still know."""
+        self._sent += 1
+        return f"{request.request_id}#{self.process}{self._sent}"
+
     def _live(self, request: GenerateRequest) -> LiveTokens | None:
         return request.told and LiveTokens(
             request.told,
@@ -330,8 +363,11 @@ class Dispatcher:
                 async with asyncio.timeout(self.request_s):
                     await self._resumed.wait()
         # also where the update has ended, perhaps without this engine, between the answer and here
+        self._check_in_service(engine_id, "did not get its new weights")
+
+    def _check_in_service(self, engine_id: str, otherwise: str) -> None:
         if self.router.engine(engine_id).state not in (EngineState.SERVING, EngineState.DRAINING):
-            raise TryFailed(LOST, f"engine {engine_id} did not get its new weights", again=True, suspect=False)
+            raise TryFailed(LOST, f"engine {engine_id} {otherwise}", again=True, suspect=False)
 
     async def _unless_lost(self, engine_id: str, asking: Coroutine[Any, Any, Generation]) -> Generation:
         task = asyncio.get_running_loop().create_task(asking)
@@ -354,19 +390,11 @@ class Dispatcher:
             extra |= asked_from(request.routing_from)
         streamed = {} if live is None else {"told": live.take}
         try:
-            engine, timeout_s = self.engines[engine_id], self.request_s
-            generation = await engine.generate(
-                request.tokens, request.params, request_id=name, timeout_s=timeout_s, extra=extra, **streamed
+            generation = await self.engines[engine_id].generate(
+                request.tokens, request.params, request_id=name, timeout_s=self.request_s, extra=extra, **streamed
             )
             return await with_routing(generation, request.routing_from, len(request.tokens))
-        except EngineTimeout as error:
-            raise TryFailed("timeout", str(error), again=True, suspect=True) from error
-        except EngineUnreachable as error:
-            await self._suspects.given_time(engine_id)
-            raise TryFailed("unreachable", str(error), again=True, suspect=True) from error
-        except EngineRefused as error:
-            # 4xx: the request itself is at fault, and another engine would say the same.
-            again = error.status >= 500 or error.status in (408, 429)
-            raise TryFailed("engine_error" if again else "refused", str(error), again, suspect=again) from error
         except (EngineError, RoutedExpertsError) as error:
-            raise TryFailed("bad_answer", str(error), again=False, suspect=False) from error
+            if isinstance(error, EngineUnreachable):
+                await self._suspects.given_time(engine_id)
+            raise as_failure(error) from error

@@ -1,6 +1,8 @@
 """What one try at an engine came to: tokens that may be passed on, or a failure with a name. Pure."""
 
+from slimerl.engine.client import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
 from slimerl.engine.protocol import Generation, SamplingParams
+from slimerl.engine.routed_experts import RoutedExpertsError
 
 
 class TryFailed(Exception):
@@ -11,6 +13,19 @@ class TryFailed(Exception):
         self.reason = reason
         self.again = again
         self.suspect = suspect
+
+
+def as_failure(error: EngineError | RoutedExpertsError) -> TryFailed:
+    """What an engine's error says of the try."""
+    if isinstance(error, EngineTimeout):
+        return TryFailed("timeout", str(error), again=True, suspect=True)
+    if isinstance(error, EngineUnreachable):
+        return TryFailed("unreachable", str(error), again=True, suspect=True)
+    if isinstance(error, EngineRefused):
+        # 4xx: the request itself is at fault, and another engine would say the same.
+        again = error.status >= 500 or error.status in (408, 429)
+        return TryFailed("engine_error" if again else "refused", str(error), again, suspect=again)
+    return TryFailed("bad_answer", str(error), again=False, suspect=False)
 
 
 def check_answer(generation: Generation, versions: range, params: SamplingParams, held: bool) -> None:

@@ -153,7 +153,13 @@ def test_m1_tokens_of_another_version_are_refused_and_their_engine_quarantined()
 
 def test_no_engine_gets_more_requests_than_its_capacity():
     async def scene(dispatcher: Dispatcher, engines: list[FakeEngine]) -> None:
-        results = await asyncio.gather(*(dispatcher.generate(request(number)) for number in range(40)))
+        for fake in engines:
+            fake.open.clear()
+        tasks = [asyncio.ensure_future(dispatcher.generate(request(number))) for number in range(40)]
+        for fake in engines:
+            await fake.running_requests(3)
+            fake.open.set()
+        results = await asyncio.gather(*tasks)
         assert [one.generation.tokens for one in results] == [expected(number) for number in range(40)]
         assert [fake.most_running for fake in engines] == [3, 3]
 

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
+from slimerl.engine.inside.batched_decode import install_batched_decode
 from slimerl.engine.inside.import_hooks import after_import
+from slimerl.engine.inside.invariant_linear import install_invariant_linear
 from slimerl.engine.inside.keyed_sampler import install_keyed_sampler
 
 _KERNEL_PACKAGES = ("triton", "sgl_kernel", "cutlass", "quack")
@@ -137,4 +139,6 @@ def install() -> None:
     after_import("sglang.srt.mem_cache.pool_host.common", _do_not_pin_host_memory)
     after_import("sglang.srt.models.deepseek_common.attention_backend_handler", _dispatch_latent_attention)
     after_import("sglang.srt.entrypoints.engine", _fork_workers)
+    install_batched_decode()
+    install_invariant_linear()
     install_keyed_sampler()
