@@ -87,9 +87,19 @@ async def connected(run_dir: Path, stack: AsyncExitStack) -> tuple[SeveralRollou
     return await asyncio.to_thread(connect, run_dir, deadline, PATIENCE_S, PROCESSES, START_S), engines
 
 
-def test_two_roles_serve_one_trainer(tmp_path, start):
-    roles = [start(process) for process in range(PROCESSES)]
+def test_a5_two_roles_serve_one_trainer_also_where_one_is_killed_while_weights_are_held(tmp_path, start):
+    """Injected: the first role, which has the ledger, is killed while the engines of both are held for version 1."""
     run_dir = tmp_path / "run"
+
+    async def again(role: "subprocess.Popen[bytes]", engine: FakeEngine) -> "subprocess.Popen[bytes]":
+        """As the conductor does, and the engine's own role."""
+        role.kill()
+        role.wait()
+        (run_dir / address_file(0)).unlink()
+        following = start(0, TAKE_OVER)
+        described = msgspec.structs.replace(engine.info, version=int(engine.version))
+        await register(described, run_dir, Deadline("the rollout role to start again", START_S), 0)
+        return following
 
     async def take(client: SeveralRollouts, step: int) -> dict[str, Any]:
         manifest = await asyncio.to_thread(client.next_batch, step, PATIENCE_S)
@@ -104,12 +114,20 @@ def test_two_roles_serve_one_trainer(tmp_path, start):
         return {each.sample_id: (each.tokens, each.versions) for each in payloads}
 
     async def scene() -> None:
+        roles = [start(process) for process in range(PROCESSES)]
         async with asyncio.timeout(2 * START_S), AsyncExitStack() as stack:
             client, engines = await connected(run_dir, stack)
             with pytest.raises(ServiceFailed, match="no weights have been released yet"):
                 await asyncio.to_thread(client.next_batch, 1, 1.0)
             await sync(client, engines, 0)
             first = await take(client, 1)
+            hold = await asyncio.to_thread(client.hold, HoldRequest(1, START_S))
+            roles[0] = await again(roles[0], engines[0])
+            whole = ReleaseRequest(hold.lease_id, 1, ["engine-0", "engine-1"])
+            with pytest.raises(ServiceFailed, match="hold again and rewrite the engines"):
+                await asyncio.to_thread(client.release, whole)
+            status = await asyncio.to_thread(client.status)
+            assert [each.state for each in status.engines] == [EngineState.JOINING, EngineState.SERVING]
             await sync(client, engines, 1)
             while (await asyncio.to_thread(client.status)).buffered < GROUPS * SIZE:
                 await asyncio.sleep(0.02)
@@ -124,51 +142,6 @@ def test_two_roles_serve_one_trainer(tmp_path, start):
             reply = await asyncio.to_thread(client.evaluate, 2, PATIENCE_S)
             assert (reply.version, reply.prompts) == (1, PROMPTS)
             assert {engine.calls["/generate"] for engine in engines} == {GROUPS // 2 * SIZE * STEPS + PROMPTS // 2}
-            for role in roles:
-                role.terminate()
-            assert [await asyncio.to_thread(role.wait, 15) for role in roles] == [0, 0]
-
-    asyncio.run(scene())
-
-
-def test_a5_a_role_that_is_killed_while_weights_are_held_is_followed_by_one_that_has_the_ledger(tmp_path, start):
-    """Injected: the first role is killed while the engines of both are held for version 1."""
-    run_dir = tmp_path / "run"
-
-    async def again(role: "subprocess.Popen[bytes]", engine: FakeEngine) -> "subprocess.Popen[bytes]":
-        """As the conductor does, and the engine's own role."""
-        role.kill()
-        role.wait()
-        (run_dir / address_file(0)).unlink()
-        following = start(0, TAKE_OVER)
-        described = msgspec.structs.replace(engine.info, version=int(engine.version))
-        await register(described, run_dir, Deadline("the rollout role to start again", START_S), 0)
-        return following
-
-    async def scene() -> None:
-        roles = [start(process) for process in range(PROCESSES)]
-        async with asyncio.timeout(2 * START_S), AsyncExitStack() as stack:
-            client, engines = await connected(run_dir, stack)
-            await sync(client, engines, 0)
-            first = await asyncio.to_thread(client.next_batch, 1, PATIENCE_S)
-            await asyncio.to_thread(client.trained, first.batch_id, 1)
-            hold = await asyncio.to_thread(client.hold, HoldRequest(1, START_S))
-            roles[0] = await again(roles[0], engines[0])
-            whole = ReleaseRequest(hold.lease_id, 1, ["engine-0", "engine-1"])
-            with pytest.raises(ServiceFailed, match="hold again and rewrite the engines"):
-                await asyncio.to_thread(client.release, whole)
-            status = await asyncio.to_thread(client.status)
-            assert [each.state for each in status.engines] == [EngineState.JOINING, EngineState.SERVING]
-            await sync(client, engines, 1)
-            second = await asyncio.to_thread(client.next_batch, 2, PATIENCE_S)
-            assert sorted(second.shards.values()) == [0, 0, 1, 1]
-            ids, shards = [each.sample_id for each in second.samples], second.shards
-            asked = asyncio.to_thread(client.fetch, ids, [shards[each.group_id] for each in second.samples])
-            assert [each.sample_id for each in await asked] == ids
-            await asyncio.to_thread(client.trained, second.batch_id, 2)
-            status = await asyncio.to_thread(client.status)
-            assert status.admitted == status.trained == GROUPS * SIZE * STEPS
-            assert all(engine.calls["/generate"] == GROUPS // 2 * SIZE * STEPS for engine in engines)
             for role in roles:
                 role.terminate()
             assert [await asyncio.to_thread(role.wait, 15) for role in roles] == [0, 0]
