@@ -11,7 +11,7 @@ from rollout_fleet import Fleet, fleet
 from scene import PATIENCE_S, Scene, rollout
 
 from slimerl.rewards.outcome import Failed, Scored
-from slimerl.rollout import shared_state
+from slimerl.rollout import front, shared_state
 from slimerl.rollout.admission import GateError
 from slimerl.rollout.shard_scheduler import BEFORE
 from slimerl.samples.ledger_messages import Make, Void
@@ -273,3 +273,34 @@ def test_c1_a_state_may_be_as_large_as_what_waits_for_the_trainer(tmp_path):
             await asyncio.to_thread(trainer._call, "POST", Path.RESTORE, bytes(70 * 2**20), PATIENCE_S)
 
     fleet(act, tmp_path, 1)
+
+
+def test_c1_what_was_ordered_anew_while_its_part_of_the_checkpoint_was_on_the_way_is_made_as_it_was_ordered(
+    tmp_path, monkeypatch
+):
+    """Injected: the second process ends before it can take its part; the one in its place says that it has nothing."""
+
+    async def before(made: Fleet) -> tuple[Payloads, RolloutState]:
+        trained = await two_steps(made)
+        return trained, await made.front.state()
+
+    async def after(made: Fleet) -> Payloads:
+        going_on(made)
+        scheduler: Any = made.scenes[1].scheduler
+
+        async def too_late(calls: Any, process: int, share: RolloutState, deadline: Any) -> None:
+            scheduler.link.fenced(scheduler.link.incarnation, scheduler.link.incarnation)
+            scheduler.news()
+            await made.scenes[1].until(lambda: len(scheduler.link.held) > len(share.groups))
+            await shared_state.give_share(calls, process, share, deadline)
+
+        monkeypatch.setattr(front, "give_share", too_late)
+        await made.front.restore(over_the_wire(state, RolloutState))
+        return await rest_of(made)
+
+    trained, state = fleet(before, tmp_path / "before", 2, STALENESS, **OPTIONS)
+    found = fleet(after, tmp_path / "after", 2, STALENESS, **OPTIONS)
+    assert found.keys().isdisjoint(trained)
+    assert {name: each.tokens for name, each in (trained | found).items()} == {
+        name: each.tokens for name, each in whole_run().items()
+    }
