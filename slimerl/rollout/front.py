@@ -37,6 +37,8 @@ from slimerl.samples.messages import (
     encode,
 )
 
+HOPELESS_S = 30.0
+"""For engines to be reported that came into service with the last sync."""
 _LOGGED = frozenset({Path.NEXT_BATCH, Path.RELEASE, Path.RESTORE})
 """Of which the ledger decides something."""
 
@@ -48,6 +50,11 @@ class ShardService(ControlService):
     news: Callable[[], None] = lambda: None
     _parts: "dict[tuple[int, int], asyncio.Task[EvaluatedPart]]" = field(default_factory=dict)
     """The newest evaluation, by its step and version."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.scheduler, ShardScheduler):
+            self.scheduler.awaits_engines = lambda: bool(self.returning.names() or self.weights.busy)
 
     def _progressed(self) -> None:
         super()._progressed()
@@ -175,6 +182,7 @@ class FrontService(ShardService):
     async def next_batch(self, request: NextBatchRequest) -> BatchManifest | SyncWanted:
         """As `ControlService.next_batch`, of all shards."""
         deadline = Deadline(f"the batch of step {request.step}", request.timeout_s)
+        hopeless: Deadline | None = None
         while True:
             self._progress.clear()
             manifest = self.ledger.take_batch(request.step)
@@ -191,12 +199,22 @@ class FrontService(ShardService):
                 raise RolloutStopped(stopped)
             if engines := self._unsynced():
                 return SyncWanted(engines)
+            hopeless = self._hopeless(hopeless)
             deadline.check(self.ledger.what_is_missing())
             try:
-                async with asyncio.timeout(deadline.remaining_s):
+                async with asyncio.timeout(min(each.remaining_s for each in (deadline, hopeless) if each)):
                     await self._progress.wait()
             except TimeoutError:
                 continue
+
+    def _hopeless(self, since: Deadline | None) -> Deadline | None:
+        """While no process has an engine: until it is taken to have none. Raises NoEngine."""
+        if not self.ledger.bereft():
+            return None
+        since = since or Deadline("an engine of any rollout process", HOPELESS_S)
+        if not since.remaining_s:
+            raise NoEngine(f"no rollout process has an engine that serves, for {HOPELESS_S:g} s; see their logs")
+        return since
 
     async def _trained(self, request: web.Request) -> web.Response:
         batch_id = decode(await request.read(), BatchTrained).batch_id

@@ -33,7 +33,7 @@ from slimerl.rollout.ledger_books import (
 )
 from slimerl.rollout.shares import shards_from
 from slimerl.samples.books import Counts, StoreError
-from slimerl.samples.ledger_messages import LedgerReply, Make, Settled, ShardJoin, ShardReport
+from slimerl.samples.ledger_messages import NO_ENGINE, LedgerReply, Make, Settled, ShardJoin, ShardReport
 from slimerl.samples.messages import SampleMeta
 
 
@@ -264,7 +264,8 @@ class AdmissionLedger:
                 return None
             if self._room[shard] > 0:
                 return shard
-            full = shard if full is None else full
+            if full is None and self._room[shard] > NO_ENGINE // 2:
+                full = shard
         return full if is_urgent else None
 
     def _give(self, position: int, shard: int) -> None:

@@ -22,7 +22,7 @@ from slimerl.rollout.ledger import AdmissionLedger, Fenced, replayed
 from slimerl.rollout.ledger_books import LedgerRecord
 from slimerl.samples.books import name_of_batch
 from slimerl.samples.journal import JournalDamaged
-from slimerl.samples.ledger_messages import LedgerReply, NotHeard, ShardJoin, ShardReport
+from slimerl.samples.ledger_messages import NO_ENGINE, LedgerReply, NotHeard, ShardJoin, ShardReport
 from slimerl.samples.messages import BatchManifest, decode, encode
 from slimerl.samples.messages import Path as Endpoint
 
@@ -114,6 +114,11 @@ class LedgerDesk:
     def all_serve(self) -> bool:
         """Has every shard that is there an engine that serves?"""
         return all(each.serving for each in self._present())
+
+    def bereft(self) -> bool:
+        """Has no shard any engine left?"""
+        present = self._present()
+        return len(present) == len(self.ledger.books.shards) and all(each.room == NO_ENGINE for each in present)
 
     def _present(self) -> list[ShardReport]:
         """The last reports of the shards that are not lost."""

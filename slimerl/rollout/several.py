@@ -99,7 +99,7 @@ async def beside_it(
         service.evaluation = over_all(service.evaluation, calls, spec.rollout.processes)
     ask: Ask = desk.hear if desk is not None else remote_ledger(calls)
     line = LedgerLine(
-        *(scheduler.link, ask, scheduler.room, scheduler.carry_out, spec.deadlines.start_s),
+        *(scheduler.link, ask, scheduler.offer, scheduler.carry_out, spec.deadlines.start_s),
         journaled=scheduler.journal.written,
         stopped=lambda: scheduler.stopped,
         unsynced=scheduler.unsynced,

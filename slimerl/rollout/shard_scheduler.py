@@ -3,7 +3,8 @@
 Flows in: the ledger's orders, by its line (`ledger_line.py`). Flows out: samples in this process's store, and to the
 ledger what became of each group.
 Invariants: a group is begun once it was ordered and engines here serve the version that the order asks for; what the
-ledger is told of a group the journal of this process has; a group that is to be forgotten is told of no more.
+ledger is told of a group the journal of this process has; a group that is to be forgotten is told of no more; where no
+engine is left nothing waits for one.
 """
 
 import logging
@@ -23,10 +24,10 @@ from slimerl.rollout.shard_link import ShardLink
 from slimerl.rollout.statistics import GroupRecord, tokens_by_version, trace_groups
 from slimerl.samples.books import GroupState, name_of_batch
 from slimerl.samples.journal import Dropped, Record
-from slimerl.samples.ledger_messages import Held, LetGo, Make, Order, Settled
+from slimerl.samples.ledger_messages import NO_ENGINE, Held, LetGo, Make, Order, Settled
 from slimerl.samples.messages import EngineState, RolloutState, SampleMeta, SavedGroup
 from slimerl.samples.rows import DataError
-from slimerl.samples.sample import FORK, TOKEN_BYTES
+from slimerl.samples.sample import FORK, TOKEN_BYTES, SampleState
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ BEFORE = "before_restart"
 """Reason of what was dropped of a group that is live, before this process or this run: of that there are sums alone."""
 MUCH_ROOM = 2**30
 _GONE = frozenset({EngineState.DEAD, EngineState.DIRTY})
+_UNGENERATED = frozenset({SampleState.QUEUED, SampleState.RUNNING, SampleState.INTERRUPTED})
 
 
 @dataclass
@@ -92,12 +94,16 @@ class ShardScheduler(Scheduler):
     news: Callable[[], None] = lambda: None
     figures: Callable[[], dict[str, float]] = dict
     """What else there is to tell with a group."""
+    awaits_engines: Callable[[], bool] = lambda: False
+    """Are some expected to come, or to be written to?"""
     _positions: dict[str, int] = field(default_factory=dict)
     """Of groups in the store, by id."""
     _names: dict[int, str] = field(default_factory=dict)
     """The other way round."""
     _drops: dict[str, Counter[str]] = field(default_factory=dict)
     """Samples of groups in the store that were dropped, by reason."""
+    _returning: set[int] = field(default_factory=set)
+    """Positions of groups that are given back, once their samples have ended."""
     _noted_s: float = field(default_factory=time.monotonic)
     """When figures were told last."""
 
@@ -115,7 +121,7 @@ class ShardScheduler(Scheduler):
         """Groups that may be ordered beside those that were: as if all that is under way grew to its longest."""
         states = [engine.state for engine in self.dispatcher.router.engines()]
         if states and _GONE.issuperset(states):
-            return 0  # before the first has registered, they may yet come
+            return 0 if self.awaits_engines() else NO_ENGINE  # before the first has registered, they may yet come
         settings, store = self.settings, self.store
         sample = settings.params.max_new_tokens * TOKEN_BYTES
         waiting = len(self.ordered.orders) * settings.samples_per_group
@@ -123,6 +129,13 @@ class ShardScheduler(Scheduler):
         if math.isinf(free):
             return MUCH_ROOM
         return max(0, int(free // (sample * settings.samples_per_group)))
+
+    def offer(self) -> int:
+        """The room, to be told. Where no engine is left, what these were to make is given back."""
+        room = self.room()
+        if room == NO_ENGINE:
+            self._give_back()
+        return room
 
     def carry_out(self, order: Order) -> None:
         """What the ledger says, each order once."""
@@ -193,7 +206,7 @@ class ShardScheduler(Scheduler):
         super()._admit(drawn)
 
     def _lost(self, group_id: str) -> None:
-        if self._positions[group_id] not in self.ordered.forgetting:
+        if self._positions[group_id] not in self.ordered.forgetting | self._returning:
             super()._lost(group_id)
 
     def _settle(self, group_id: str, state: GroupState) -> None:
@@ -209,7 +222,14 @@ class ShardScheduler(Scheduler):
         if position in self.ordered.forgetting:
             self._end(group_id, drop=bool(samples))
             self.ordered.forgetting.discard(position)
+            self._returning.discard(position)
             self.wake()
+            return
+        if position in self._returning:
+            self._end(group_id, drop=bool(samples))
+            self._returning.discard(position)
+            self.link.returned(position)
+            self.news()
             return
         # of a group that came to nothing nothing is told with a batch: what was counted goes with the next
         notes = self._notes(group_id, samples) if samples else b""
@@ -255,9 +275,26 @@ class ShardScheduler(Scheduler):
             self._end(group_id, drop=True)
             return
         self.ordered.forgetting.add(position)
-        for sample_id, task in self._tasks.items():
-            if self.store.sample(sample_id).group_id == group_id:
-                task.cancel()
+        for sample_id in self._under_way(group_id):
+            self._tasks[sample_id].cancel()
+
+    def _give_back(self) -> None:
+        """All that needs an engine yet."""
+        for order in self.ordered.orders:
+            self.link.returned(order.position)
+        self.ordered.orders.clear()
+        for group_id in self.store.open_groups():
+            position, samples = self._positions[group_id], self._under_way(group_id)
+            needs_engine = any(self.store.state(each) in _UNGENERATED for each in samples)
+            if needs_engine and position not in self.ordered.forgetting | self._returning:
+                logger.warning("group %s is given back: no engine is left here to make it", group_id)
+                self._returning.add(position)
+                for sample_id in samples:
+                    self._tasks[sample_id].cancel()
+
+    def _under_way(self, group_id: str) -> list[str]:
+        """Samples of a group that have a task."""
+        return [sample_id for sample_id in self._tasks if self.store.sample(sample_id).group_id == group_id]
 
     def _end(self, group_id: str, drop: bool) -> None:
         """Nothing is known of the group from now on."""

@@ -72,6 +72,10 @@ class ShardJoin(msgspec.Struct, frozen=True):
     held: list[Held] = []
 
 
+NO_ENGINE = -(2**30)
+"""Instead of room: no engine is left that could make anything, also not what the trainer waits for."""
+
+
 class ShardReport(msgspec.Struct, frozen=True):
     """Also what renews a shard's lease. `seen`: number of the last order that it knows."""
 
@@ -79,7 +83,7 @@ class ShardReport(msgspec.Struct, frozen=True):
     incarnation: int
     seen: int
     room: int
-    """Groups that it would take beside those of the orders it has seen."""
+    """Groups that it would take beside those of the orders it has seen, or `NO_ENGINE`."""
     first: int = 1
     """Number of the first of the events."""
     events: list[Event] = []

@@ -92,7 +92,7 @@ async def next_batch(desk: LedgerDesk, step: int) -> BatchManifest:
 async def told_by(scene: Scene, ask: Any) -> None:
     scheduler: Any = scene.scheduler
     journal = {} if scheduler.journal is None else {"journaled": scheduler.journal.written}
-    line = LedgerLine(scheduler.link, ask, scheduler.room, scheduler.carry_out, PATIENCE_S, **journal)
+    line = LedgerLine(scheduler.link, ask, scheduler.offer, scheduler.carry_out, PATIENCE_S, **journal)
     scheduler.news = scene.service.news = line.wake  # type: ignore[attr-defined]
     await line.run()
 

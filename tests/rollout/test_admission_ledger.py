@@ -25,7 +25,17 @@ from slimerl.rollout.ledger_books import LedgerGroup
 from slimerl.rollout.shard_link import ShardLink
 from slimerl.rollout.shares import shard_of_session
 from slimerl.samples.books import GroupView, StoreError
-from slimerl.samples.ledger_messages import Held, LedgerReply, LetGo, Make, Settled, ShardJoin, ShardReport, Void
+from slimerl.samples.ledger_messages import (
+    NO_ENGINE,
+    Held,
+    LedgerReply,
+    LetGo,
+    Make,
+    Settled,
+    ShardJoin,
+    ShardReport,
+    Void,
+)
 from slimerl.samples.messages import process_of_engine
 
 # --- which shard makes which group
@@ -123,6 +133,19 @@ def test_however_many_shards_there_are_the_steps_consume_the_prompts_of_a_single
         ledger.trained(step)
     assert batches == single_process(staleness, 8, kind)
     assert ledger.counts().dropped.keys() == {"timeout", "refused"}
+
+
+def test_a_shard_without_an_engine_gets_nothing_also_where_the_trainer_waits_and_nobody_has_room():
+    ledger = empty_ledger(2)
+    first, second = joined(ledger, 2)
+    for link in (first, second):
+        talk(ledger, link, room=NO_ENGINE)
+    ledger.advance(0)
+    for link in (first, second):
+        talk(ledger, link, room=NO_ENGINE)
+        assert not link.held
+    talk(ledger, second, room=0)
+    assert sorted(second.held) == [0, 1]
 
 
 # --- what is refused

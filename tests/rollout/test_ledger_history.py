@@ -24,7 +24,7 @@ from slimerl.rollout.ledger_books import (
 from slimerl.rollout.shard_link import ShardLink
 from slimerl.samples.books import StoreError
 from slimerl.samples.journal import frame, read_frames
-from slimerl.samples.ledger_messages import Held, LedgerReply, Returned, Settled, ShardJoin
+from slimerl.samples.ledger_messages import NO_ENGINE, Held, LedgerReply, Returned, Settled, ShardJoin
 from slimerl.samples.messages import SampleMeta
 
 
@@ -195,7 +195,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(
         shard=st.integers(0, SHARDS - 1),
-        room=st.sampled_from([0, 1, PLENTY, PLENTY]),
+        room=st.sampled_from([NO_ENGINE, 0, 1, PLENTY, PLENTY]),
         fate=st.sampled_from(["heard", "heard", "heard", "late", "reply late", "repeated"]),
         cut=st.sampled_from([None, None, None, None, 0, 1, 2]),
     )

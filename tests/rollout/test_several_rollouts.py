@@ -11,11 +11,13 @@ from scene import Scene, rollout
 
 from slimerl.resilience.deadline import Deadline
 from slimerl.rewards.outcome import Failed, Scored
+from slimerl.rollout import front
 from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.journal_file import JournalFile, read_journal
 from slimerl.rollout.ledger_desk import LedgerDesk, open_ledger
+from slimerl.rollout.service import NoEngine
 from slimerl.samples.books import StoreError
-from slimerl.samples.messages import RolloutState, ServiceAddress
+from slimerl.samples.messages import NextBatchRequest, RolloutState, ServiceAddress
 from slimerl.training.rollout_client import RolloutClient, ServiceFailed
 from slimerl.training.several_rollouts import SeveralRollouts
 
@@ -269,5 +271,66 @@ def test_a5_a_fetch_goes_on_at_the_process_that_follows_one_that_ended_in_the_mi
         following = await listen(made.run_dir, 1, made.scenes[1].service)
         assert [each.sample_id for each in await fetching] == ids
         await following.cleanup()
+
+    fleet(act, tmp_path, 2)
+
+
+def lose_engine(scene: Scene) -> None:
+    """As after an update that failed half-way."""
+    scene.router.quarantine("engine-0", "injected")
+    scene.scheduler.dispatcher.interrupt("engine-0")
+    scene.scheduler.dispatcher.refresh()
+    scene.service._progressed()
+
+
+def test_a3_a_process_without_an_engine_gives_back_what_it_was_to_make(tmp_path):
+    """Fault: the only engine of one of two processes is quarantined while it has requests."""
+
+    async def act(made: Fleet) -> list[Made]:
+        (engine,) = made.scenes[1].engines
+        engine.open.clear()
+        await made.serve(0)
+        await engine.running_requests(GROUPS // 2 * SIZE)
+        lose_engine(made.scenes[1])
+        manifest, first = await made.take(1)
+        assert set(manifest.shards.values()) == {0}
+        await made.desk.trained(1)
+        engine.open.set()
+        batches = [first]
+        for step in (2, 3):
+            for scene in made.scenes:
+                await scene.serve(step - 1)
+            made.scenes[1].service._progressed()
+            await scene.until(lambda: made.desk.heard[1].room > 0)
+            await made.desk.advance(step - 1)
+            manifest, payloads = await made.take(step)
+            assert set(manifest.shards.values()) == {0, 1}, "it makes its share again once it can"
+            batches.append(payloads)
+            await made.desk.trained(step)
+        return batches
+
+    assert fleet(act, tmp_path, 2) == single()
+
+
+def test_a3_where_no_process_has_an_engine_left_the_trainer_is_told_soon(tmp_path, monkeypatch):
+    """Fault: the engines of all are quarantined; after the next sync they serve again."""
+    monkeypatch.setattr(front, "HOPELESS_S", 0.3)
+
+    async def act(made: Fleet) -> None:
+        for scene in made.scenes:
+            scene.engines[0].open.clear()
+        await made.serve(0)
+        for scene in made.scenes:
+            await scene.engines[0].running_requests(GROUPS // 2 * SIZE)
+            lose_engine(scene)
+        with pytest.raises(NoEngine, match=r"no rollout process has an engine that serves, for 0\.3 s"):
+            await made.front.next_batch(NextBatchRequest(1, PATIENCE_S))
+        assert all(scene.store.counts().running == 0 for scene in made.scenes)
+        for scene in made.scenes:
+            scene.engines[0].open.set()
+        await made.serve(0)
+        for scene in made.scenes:
+            scene.service._progressed()
+        assert len((await made.take(1))[0].samples) == GROUPS * SIZE
 
     fleet(act, tmp_path, 2)

@@ -14,7 +14,7 @@ from slimerl.rewards.outcome import Failed, Scored
 from slimerl.rollout import front, shared_state
 from slimerl.rollout.admission import GateError
 from slimerl.rollout.shard_scheduler import BEFORE
-from slimerl.samples.ledger_messages import Make, Void
+from slimerl.samples.ledger_messages import NO_ENGINE, Make, Void
 from slimerl.samples.messages import BatchManifest, Path, RolloutState, SamplePayload, SavedGroup, unpack_array
 from slimerl.samples.rows import DataError
 from slimerl.samples.sample import SampleState
@@ -224,18 +224,24 @@ def test_a2_what_a_group_had_lost_before_a_restart_counts_once_it_is_whole(tmp_p
     fleet(after, tmp_path / "after", 2, **options)
 
 
-def test_what_the_ledger_has_given_to_others_is_no_sign_that_nothing_comes_of_groups():
-    """Fault: a process that was not heard of for long has more groups taken from it than would end a run by failing."""
+@pytest.mark.parametrize("given_back", [False, True])
+def test_what_the_ledger_has_given_to_others_is_no_sign_that_nothing_comes_of_groups(given_back):
+    """Fault: a process that was not heard of for long, or has no engine left, has more groups taken from it than would
+    end a run by failing."""
 
     async def run() -> None:
         async with asyncio.timeout(30), rollout(engines=1, groups=1, size=2, steps=100, shard=0) as made:
             scheduler: Any = made.scheduler
             made.engines[0].open.clear()
             await made.serve(0)
-            for position in range(12):
-                scheduler.carry_out(Make(position, 0))
+            for order in (Make(position, 0) for position in range(12)):
+                scheduler.link._note(order)
+                scheduler.carry_out(order)
             await made.engines[0].running_requests(24)
-            for position in range(12):
+            if given_back:
+                made.router.quarantine("engine-0", "injected")
+                assert scheduler.offer() == NO_ENGINE
+            for position in range(0 if given_back else 12):
                 scheduler.carry_out(Void(position))
             await made.settled()
             assert scheduler.stopped == ""
