@@ -5,10 +5,10 @@
     python tools/chaos.py configs/quickstart.yaml --faults 200 training.prompts_per_step=8 --resume    # was interrupted
 
 The run is made twice, undisturbed and under fire, in OUT/calm and OUT/fire; each fault strikes at a random moment once
-the last one has been survived. Survived: the run records a step further than before, by itself, within the limit of
-the kind. At the end every step is recorded once, losses and weights are those of the undisturbed run (of
-rollout.max_staleness: 0, on the CPU), and no process is left. OUT/faults.jsonl has a line for each fault. Exit code 1:
-something of it is not so.
+the last one has been survived. Survived: what was struck is gone, where it must go, and the run records a step further
+than before, by itself, within the limit of the kind. At the end every step is recorded once, losses and weights are
+those of the undisturbed run (of rollout.max_staleness: 0, on the CPU), and no process is left. OUT/faults.jsonl has a
+line for each fault. Exit code 1: something of it is not so.
 """
 
 import json
@@ -181,6 +181,7 @@ def _survive(run: Fired, number: int, kind: str, chance: random.Random) -> Survi
     time.sleep(chance.uniform(0.0, 2.0))
     ready = Deadline(f"something to strike by '{kind}'", START_S)
     staying = [process for text in STAYING.get(kind, ()) for process in run.find(text)]
+    run.victim = None
     while not strike(run, chance):
         run.check_alive()
         ready.check()
@@ -188,6 +189,10 @@ def _survive(run: Fired, number: int, kind: str, chance: random.Random) -> Survi
     begun, step = time.monotonic(), run.newest_step
 
     def recovered() -> bool:
+        nonlocal step
+        if run.victim_remains():
+            step = run.newest_step
+            return False
         if run.newest_step > step:
             return True
         # a run that is over ends its roles before itself

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,12 +17,12 @@ from pathlib import Path
 
 import psutil
 
-from slimerl.resilience.deadline import Deadline
+from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.resilience.tied import tied_command
 from slimerl.samples.messages import EngineState, read_address
 from slimerl.telemetry.run_log import newest_step
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps
-from slimerl.training.rollout_client import RolloutClient
+from slimerl.training.rollout_client import RolloutClient, ServiceFailed
 
 FROZEN_S = 5.0
 ALIVE_S = 15.0
@@ -40,6 +41,8 @@ class Fired:
     run_dir: Path
     process: subprocess.Popen[bytes] | None = None
     seen: dict[int, psutil.Process] = field(default_factory=dict)
+    victim: psutil.Process | None = None
+    """Of the present fault, where it is one that must end."""
     timers: list[threading.Timer] = field(default_factory=list)
 
     def start(self) -> None:
@@ -71,6 +74,12 @@ class Fired:
         assert self.process is not None
         return self.process.poll()
 
+    def victim_remains(self) -> bool:
+        """Until it is gone, steps say nothing: those may come that were begun without it."""
+        with suppress(psutil.NoSuchProcess):
+            return self.victim is not None and self.victim.status() != psutil.STATUS_ZOMBIE
+        return False
+
     def check_alive(self) -> None:
         """Raises AssertionError: the run has ended."""
         if (code := self.ended()) is not None:
@@ -89,7 +98,8 @@ Strike = Callable[[Fired, random.Random], bool]
 
 def killed(text: str) -> Strike:
     def strike(run: Fired, chance: random.Random) -> bool:
-        return (victim := _one(run, text, chance)) is not None and _signalled(victim, signal.SIGKILL)
+        run.victim = _one(run, text, chance)
+        return run.victim is not None and _signalled(run.victim, signal.SIGKILL)
 
     return strike
 
@@ -98,7 +108,8 @@ def stopped(text: str) -> Strike:
     """For good: it is to be found standing still, and killed."""
 
     def strike(run: Fired, chance: random.Random) -> bool:
-        return (victim := _one(run, text, chance)) is not None and _signalled(victim, signal.SIGSTOP)
+        run.victim = _one(run, text, chance)
+        return run.victim is not None and _signalled(run.victim, signal.SIGSTOP)
 
     return strike
 
@@ -144,18 +155,27 @@ def checkpoint_truncated(run: Fired, chance: random.Random) -> bool:
 
 
 def engine_exchanged(run: Fired, chance: random.Random) -> bool:
-    """One is added by command; once it serves, another is removed."""
-    client = RolloutClient(read_address(run.run_dir), COMMAND_S)
+    """One is added by command; once it serves, another is removed. Again where the run has started over meanwhile, with
+    the engines of its spec."""
+    launcher = run.find(LAUNCHER)
     added = _told("add", run).split()[-1]
-
-    def serves() -> bool:
+    deadline = Deadline(f"{added} to serve", ENGINE_S)
+    while added not in (serving := _serving(run)):
         run.check_alive()
-        return any(one.engine_id == added and one.state is EngineState.SERVING for one in client.status().engines)
-
-    Deadline(f"{added} to serve", ENGINE_S).wait_until(serves)
-    others = [one.engine_id for one in client.status().engines if one.state is EngineState.SERVING]
-    _told("remove", run, chance.choice([name for name in others if name != added]))
+        deadline.check()
+        if run.find(LAUNCHER) != launcher:
+            return False
+        time.sleep(POLL_S)
+    _told("remove", run, chance.choice([name for name in serving if name != added]))
     return True
+
+
+def _serving(run: Fired) -> list[str]:
+    """None where the rollout role is just replaced."""
+    with suppress(OSError, ServiceFailed, DeadlineExceeded):
+        client = RolloutClient(read_address(run.run_dir), COMMAND_S)
+        return [one.engine_id for one in client.status().engines if one.state is EngineState.SERVING]
+    return []
 
 
 def _one(run: Fired, text: str, chance: random.Random) -> psutil.Process | None:

@@ -19,7 +19,7 @@ from slimerl.conductor.rollout_restarts import RolloutRestarts
 from slimerl.conductor.run_directory import LOGS_DIR, SPEC_FILE, claimed, clear
 from slimerl.conductor.stalls import Stalls
 from slimerl.conductor.supervise import RoleFailed, RoleProcess, end_all, watch
-from slimerl.conductor.termination import TerminationRequest
+from slimerl.conductor.termination import TerminationRequest, WhileRolesEnd
 from slimerl.spec import RunSpec
 from slimerl.spec.load import dump_spec
 from slimerl.telemetry import trace
@@ -62,11 +62,12 @@ def _run_until_done(spec: RunSpec, spec_file: Path, run_dir: Path, console: Cons
     def say(text: str) -> None:
         console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
-    restarts = RunRestarts(spec, say)
+    restarts, ending = RunRestarts(spec, say), WhileRolesEnd(spec)
     while True:
         try:
-            return _run_roles(spec, spec_file, run_dir, console, Others(spec, spec_file, say))
+            return _run_roles(spec, spec_file, run_dir, console, Others(spec, spec_file, say), ending)
         except RoleFailed as failure:
+            ending.obey()
             from_beginning = restarts.start_over(failure)
             clear(spec, goes_on=not from_beginning, keeps_logs=True)
             restarts.record()
@@ -106,10 +107,12 @@ def prepare(spec: RunSpec, fresh: bool = False) -> Path:
     return spec_file
 
 
-def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console, others: Others) -> None:
+def _run_roles(
+    spec: RunSpec, spec_file: Path, run_dir: Path, console: Console, others: Others, ending: WhileRolesEnd
+) -> None:
     roles: list[RoleProcess] = []
     termination = TerminationRequest(spec)
-    previous = signal.signal(signal.SIGTERM, termination.arrive)
+    signal.signal(signal.SIGTERM, termination.arrive)
     try:
         with trace.span("start roles"):
             for command in role_commands(spec, spec_file):
@@ -122,13 +125,8 @@ def _run_roles(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console, 
         if termination.made and not exported(read_records(run_dir / EVENTS_FILE)):
             raise termination.terminated("")
     finally:
-        # A second signal must not cut the clean-up short.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with trace.span("end roles"):
+        with ending, trace.span("end roles"):
             end_all(roles, spec.deadlines.shutdown_s)
-        signal.signal(signal.SIGTERM, previous)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _over(roles: list[RoleProcess], termination: TerminationRequest, others: Others) -> bool:

@@ -6,6 +6,7 @@ Schedulers send it some time before SIGKILL: SLURM and Kubernetes 30 seconds, un
 Flows in: signals. Flows out: the request to the trainer, and `Terminated` where there is nothing more to wait for.
 """
 
+import signal
 from types import FrameType
 
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
@@ -51,3 +52,30 @@ class TerminationRequest:
         if newest is not None:
             goes_on = f"started again, it goes on after step {newest}"
         return Terminated("; ".join(filter(None, (goes_on, why))))
+
+
+class WhileRolesEnd:
+    """Signals must not cut short how the roles of a run are ended; nor are they lost where the run then starts over.
+
+    To be made while the handler of SIGTERM is the one that is to hold afterwards.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._request = TerminationRequest(spec)
+        self._arrived: set[int] = set()
+        self._before = signal.getsignal(signal.SIGTERM)
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _frame: self._arrived.add(number))
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def obey(self) -> None:
+        """Raises KeyboardInterrupt, Terminated: one has arrived."""
+        if signal.SIGINT in self._arrived:
+            raise KeyboardInterrupt
+        if self._arrived:
+            raise self._request.terminated("")

@@ -1,8 +1,10 @@
 """What SIGTERM asks of a run."""
 
+import signal
+
 import pytest
 
-from slimerl.conductor.termination import Terminated, TerminationRequest
+from slimerl.conductor.termination import Terminated, TerminationRequest, WhileRolesEnd
 from slimerl.spec.load import spec_from_tree
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE
 
@@ -47,3 +49,23 @@ def test_the_newest_checkpoint_is_named(tmp_path):
         (tmp_path / CHECKPOINTS_DIR / f"step-{step}").mkdir(parents=True)
     request = TerminationRequest(spec_of(tmp_path, every_steps=5))
     assert str(request.terminated("rank 3 is gone")) == "started again, it goes on after step 100; rank 3 is gone"
+
+
+@pytest.mark.parametrize(("sent", "raised"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_cuts_nothing_short_while_roles_end_and_the_run_does_not_start_over(tmp_path, sent, raised):
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    ending, ended = WhileRolesEnd(spec_of(tmp_path, every_steps=5)), []
+    with ending:
+        signal.raise_signal(sent)
+        ended.append("roles")
+    assert ended == ["roles"]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    with pytest.raises(raised):
+        ending.obey()
+
+
+def test_where_no_signal_came_the_run_may_start_over(tmp_path):
+    ending = WhileRolesEnd(spec_of(tmp_path, every_steps=5))
+    with ending:
+        pass
+    ending.obey()
