@@ -1,5 +1,6 @@
 """The command line: `slimerl run`, `slimerl check`, `slimerl doctor`, and the roles one by one."""
 
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -160,7 +161,13 @@ def engine(
 
 
 @app.command()
-def rollout(spec: SpecFile, overrides: Overrides = None) -> None:
+def rollout(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    process: Annotated[
+        int, typer.Option(min=0, help="Its number, where rollout.processes says there are several.")
+    ] = 0,
+) -> None:
     """Run the rollout role: prompts, scheduling, rewards, sample store and control service.
 
     `slimerl run` starts it; by hand start the engines and the trainer beside it, with the same SPEC.
@@ -172,7 +179,10 @@ def rollout(spec: SpecFile, overrides: Overrides = None) -> None:
     """
     from slimerl.rollout.__main__ import main
 
-    raise typer.Exit(main(_loaded(spec, overrides)))
+    loaded = _loaded(spec, overrides)
+    if process >= loaded.rollout.processes:
+        _fail(f"there is no rollout process {process}: rollout.processes = {loaded.rollout.processes}", 2)
+    raise typer.Exit(main(loaded, process))
 
 
 @app.command()
@@ -193,14 +203,15 @@ def prepare(
     Example:
       slimerl prepare configs/quickstart.yaml
     """
-    from slimerl.conductor.reach import reach_faults, unwatched_faults
+    from slimerl.conductor.reach import job_faults, reach_faults, unwatched_faults
     from slimerl.conductor.run import prepare as make_ready
     from slimerl.conductor.run_directory import RunDirectoryTaken
     from slimerl.telemetry.run_log import RecordDamaged
 
     loaded = _loaded(spec, overrides)
-    of_nodes = reach_faults(loaded, loaded.trainer_nodes + loaded.engine_nodes) if cluster else ()
-    if faults := [*unwatched_faults(loaded), *of_nodes]:
+    nodes = loaded.trainer_nodes + loaded.engine_nodes
+    of_job = [*job_faults(loaded), *reach_faults(loaded, nodes)] if cluster else []
+    if faults := [*unwatched_faults(loaded), *of_job]:
         _fail("\n".join(faults), 2)
     try:
         typer.echo(make_ready(loaded, fresh))
@@ -257,14 +268,15 @@ def stop(run_dir: RunDirectory) -> None:
 def list_engines(run_dir: RunDirectory) -> None:
     """Print each engine of the run of RUN_DIR with its state and the version that it holds."""
     from slimerl.resilience.deadline import DeadlineExceeded
-    from slimerl.samples.messages import ADDRESS_FILE, read_address
+    from slimerl.samples.messages import ADDRESS_FILE, address_file, read_address
     from slimerl.training.rollout_client import RolloutClient, ServiceFailed
 
+    others = takewhile(lambda process: (run_dir / address_file(process)).exists(), count(1))
     try:
-        status = RolloutClient(read_address(run_dir), ENGINES_S).status()
+        found = [RolloutClient(read_address(run_dir, each), ENGINES_S).status() for each in (0, *others)]
     except (OSError, ServiceFailed, DeadlineExceeded) as error:
         _fail(f"no rollout role answers for {run_dir} ({run_dir / ADDRESS_FILE}): {error}", 2)
-    for engine in status.engines:
+    for engine in (engine for status in found for engine in status.engines):
         typer.echo(f"{engine.engine_id}  {engine.state}  version {engine.version}  {engine.url}")
 
 

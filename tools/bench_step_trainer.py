@@ -16,13 +16,14 @@ import numpy as np
 import torch
 
 import megatron_patches
+from slimerl.resilience.kernel_caches import bounded_kernel_caches
 from slimerl.resilience.processes import die_with_parent
 from slimerl.rollout.statistics import GroupRecord, batch_metrics
 from slimerl.samples.messages import BatchManifest, SampleMeta, SamplePayload, pack_array
 from slimerl.spec import RunSpec, load_spec
 from slimerl.telemetry import RunLog, trace
 from slimerl.telemetry.resources import ResourceMeter, collect
-from slimerl.training.memory import bound_kernel_caches, keep_freed_memory
+from slimerl.training.memory import keep_freed_memory
 from slimerl.training.rollout_client import RolloutClient
 
 
@@ -63,7 +64,7 @@ class MadeUpSamples:
         metrics = batch_metrics(self._metas, [GroupRecord()], {}, version=0)
         return BatchManifest(f"step-{step}", step, self._metas, metrics)
 
-    def fetch(self, sample_ids: Sequence[str]) -> list[SamplePayload]:
+    def fetch(self, sample_ids: Sequence[str], shards: Sequence[int] = ()) -> list[SamplePayload]:
         return [self._payloads[sample_id] for sample_id in sample_ids]
 
     def trained(self, batch_id: str, version: int) -> None:
@@ -108,6 +109,6 @@ if __name__ == "__main__":
     torch.set_num_threads(wanted.training.threads_per_rank)
     if not torch.cuda.is_available():
         keep_freed_memory()
-        bound_kernel_caches()
+        os.environ.update(bounded_kernel_caches())
     megatron_patches.apply()
     main(wanted, int(sys.argv[2]), int(sys.argv[3]))

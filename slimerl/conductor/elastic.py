@@ -8,7 +8,7 @@ and the last one stays. A run that starts over has the engines of its spec.
 
 import itertools
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +18,7 @@ from slimerl.conductor.restarts import has_cuda, tell_lost
 from slimerl.conductor.roles import engine_command
 from slimerl.conductor.supervise import RoleProcess, end_all
 from slimerl.resilience.deadline import Deadline
-from slimerl.samples.messages import EngineLost
+from slimerl.samples.messages import EngineLost, process_of
 from slimerl.spec import RunSpec
 from slimerl.telemetry.run_log import RESIZED, append_event, newest_step
 
@@ -94,6 +94,8 @@ class ElasticEngines:
             return f"no engine {', '.join(unknown)} runs; there are {', '.join(running)}"
         if request.remove and set(request.remove) == set(running):
             return "that is every engine; one must stay"
+        if request.remove and (bereft := self._bereft(set(running) - set(request.remove))):
+            return bereft
         after = len(running) + request.add - len(set(request.remove))
         if elastic is not None and not elastic.min <= after <= elastic.max:
             return (
@@ -103,6 +105,14 @@ class ElasticEngines:
         if request.add and has_cuda():
             return self._no_gpus(after)
         return self._too_large(request.add) if request.add else ""
+
+    def _bereft(self, left: Collection[str]) -> str:
+        """Of several rollout processes each must keep an engine: nobody else makes what it was told to."""
+        processes = self._spec.rollout.processes
+        without = sorted(set(range(processes)) - {process_of(name, processes) for name in left})
+        if not without:
+            return ""
+        return f"that leaves rollout process {without[0]} of {processes} without an engine; add one first, or keep one"
 
     def _no_gpus(self, after: int) -> str:
         """For so many engines."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from slimerl.conductor.supervise import RoleFailed, RoleProcess
 from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.resilience.failure_kinds import RestartBudget
-from slimerl.samples.messages import EngineInfo, EngineLost, read_address
+from slimerl.samples.messages import EngineInfo, EngineLost, process_of, read_address
 from slimerl.spec import RunSpec
 from slimerl.telemetry.run_log import EVENTS_FILE, RESTARTED, append_event, exported, newest_step, read_records
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps, unusable_names
@@ -113,7 +113,8 @@ def tell_lost(spec: RunSpec, lost: EngineLost) -> EngineInfo | None:
     """Tell the rollout role of an engine's end; the engine as it was. None: it never registered, or the rollout role is
     gone, too, which is seen next."""
     try:
-        return RolloutClient(read_address(spec.run_dir), REPORT_S).engine_lost(lost)
+        process = process_of(lost.engine_id, spec.rollout.processes)
+        return RolloutClient(read_address(spec.run_dir, process), REPORT_S).engine_lost(lost)
     except (OSError, ServiceFailed, DeadlineExceeded):
         return None
 

@@ -30,9 +30,20 @@ def role_commands(spec: RunSpec, spec_file: Path) -> list[RoleCommand]:
     """Every role of the run; engines and rollout only where the algorithm samples."""
     roles = []
     if spec.uses_engines:
-        roles.append(RoleCommand(ROLLOUT, [sys.executable, "-m", "slimerl.rollout", str(spec_file)], _threads(1)))
+        roles += [_rollout(spec_file, process) for process in range(spec.rollout.processes)]
         roles += [engine_command(spec, spec_file, index) for index in range(spec.engine.replicas)]
     return [*roles, _trainer(spec, spec_file)]
+
+
+def rollout_name(process: int) -> str:
+    """Of the role of a rollout process; the first has the name of an only one."""
+    return f"{ROLLOUT}-{process}" if process else ROLLOUT
+
+
+def _rollout(spec_file: Path, process: int) -> RoleCommand:
+    number = ["--process", str(process)] if process else []
+    command = [sys.executable, "-m", "slimerl.rollout", str(spec_file), *number]
+    return RoleCommand(rollout_name(process), command, _threads(1))
 
 
 def engine_command(spec: RunSpec, spec_file: Path, index: int) -> RoleCommand:

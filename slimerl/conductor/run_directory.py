@@ -13,7 +13,7 @@ from slimerl.conductor.elastic import REQUESTS_DIR
 from slimerl.resilience.heartbeat import HEARTBEATS_DIR
 from slimerl.rollout.journal_file import JOURNAL_DIR
 from slimerl.rollout.speculation.drafts_file import DIRECTORY as DRAFTS_DIR
-from slimerl.samples.messages import ADDRESS_FILE
+from slimerl.samples.messages import ADDRESS_FILE, GATEWAY_FILE
 from slimerl.spec import RunSpec
 from slimerl.telemetry.perfetto import TRACE_FILE
 from slimerl.telemetry.resources import RESOURCES_DIR
@@ -27,7 +27,8 @@ SPEC_FILE = "spec.yaml"
 _SYNC = "sync"
 """Buckets of `sync.transport: disk`."""
 LOGS_DIR = "logs"
-_FILES_OF_A_START = (TRACE_FILE, ADDRESS_FILE, STOP_FILE)
+_FILES_OF_A_START = (TRACE_FILE, ADDRESS_FILE, GATEWAY_FILE, STOP_FILE)
+_OF_FURTHER_PROCESSES = ("rollout-[0-9]*.json", "gateway-[0-9]*.json")
 _DIRECTORIES_OF_A_START = (TRACE_DIR, RESOURCES_DIR, REQUESTS_DIR, HEARTBEATS_DIR, JOURNAL_DIR)
 """Mean nothing to a run that goes on: an address of a service that is gone, a request to stop that came too late,
 samples of weights that no checkpoint has."""
@@ -98,7 +99,8 @@ def clear(spec: RunSpec, goes_on: bool, keeps_logs: bool = False) -> None:
 
     Raises RunDirectoryTaken: the run reads some of it, or it cannot be removed.
     """
-    leftovers = (*_FILES_OF_A_START, *_DIRECTORIES_OF_A_START)
+    others = [path.name for pattern in _OF_FURTHER_PROCESSES for path in spec.run_dir.glob(pattern)]
+    leftovers = (*_FILES_OF_A_START, *others, *_DIRECTORIES_OF_A_START)
     record = () if goes_on else (*_FILES_OF_A_RECORD, *_DIRECTORIES_OF_A_RECORD)
     doomed = [spec.run_dir / name for name in (*leftovers, *record) if not (keeps_logs and name == LOGS_DIR)]
     for key, path in spec.input_paths.items():

@@ -22,7 +22,7 @@ from slimerl.engine.registration import RegistrationFailed, follow, register
 from slimerl.resilience import heartbeat
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.resilience.failure_kinds import UNUSABLE_INPUT
-from slimerl.samples.messages import EngineInfo, ServiceAddress
+from slimerl.samples.messages import EngineInfo, ServiceAddress, process_of_engine
 from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter
@@ -57,11 +57,12 @@ async def run_role(spec: RunSpec, index: int, node: int = 0, head: str = "") -> 
             say(server, f"healthy after {healthy - started:.1f} s at {server.url}")
             if spec.takes_turns(device is Device.CUDA):
                 await leave_gpus(server, spec.deadlines.start_s)
-            known = await _register_while_running(spec, server)
+            process = process_of_engine(index, spec.rollout.processes)
+            known = await _register_while_running(spec, server, process)
             serving = time.monotonic()
             trace.add("register", healthy, serving, "server")
             say(server, "registered with the rollout role")
-            following = asyncio.create_task(_follow(spec, server, known))
+            following = asyncio.create_task(_follow(spec, server, known, process))
         while True:
             server.check_running()
             if following is not None and following.done():
@@ -85,10 +86,10 @@ async def leave_gpus(server: Server, timeout_s: float) -> None:
     say(server, "gave its memory up to the trainer")
 
 
-async def _register_while_running(spec: RunSpec, server: Server) -> ServiceAddress:
+async def _register_while_running(spec: RunSpec, server: Server, process: int) -> ServiceAddress:
     """Returns with whom."""
     deadline = Deadline(f"the rollout role to take {server.engine_id}", spec.deadlines.start_s)
-    registration = asyncio.create_task(register(_info(spec, server), spec.run_dir, deadline))
+    registration = asyncio.create_task(register(_info(spec, server), spec.run_dir, deadline, process))
     try:
         while not registration.done():
             server.check_running()
@@ -98,13 +99,13 @@ async def _register_while_running(spec: RunSpec, server: Server) -> ServiceAddre
         registration.cancel()
 
 
-async def _follow(spec: RunSpec, server: Server, known: ServiceAddress) -> None:
+async def _follow(spec: RunSpec, server: Server, known: ServiceAddress, process: int) -> None:
     async def describe() -> EngineInfo:
         version = await version_for_nobody(server)
         say(server, f"registers with the rollout role that was started again, at version {version}")
         return _info(spec, server, version)
 
-    await follow(describe, spec.run_dir, known, spec.deadlines.start_s)
+    await follow(describe, spec.run_dir, known, spec.deadlines.start_s, process)
 
 
 async def version_for_nobody(server: Server) -> int:

@@ -26,6 +26,7 @@ from slimerl.engine.local_resources import LOOPBACK, PrivateDirectory, ReservedP
 from slimerl.engine.nccl_settings import NCCL_SETTINGS
 from slimerl.engine.protocol import LOADER, UNVERIFIED_VERSION, SamplingParams
 from slimerl.resilience.deadline import Deadline
+from slimerl.resilience.kernel_caches import bounded_kernel_caches
 from slimerl.resilience.name_lookups import bounded_lookups
 from slimerl.resilience.processes import end_tree
 from slimerl.spec import RunSpec
@@ -186,6 +187,7 @@ def server_environment(spec: RunSpec, device: Device, key: str, private_dir: Pat
         environment["SGLANG_SHARED_EXPERT_TP1"] = "1"
     if device is Device.CPU:
         environment |= {
+            **bounded_kernel_caches(),
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": str(spec.engine.threads),
             # Waiting threads sleep. Spinning ones cost a factor of 20 where trainer and engine share the cores.

@@ -13,7 +13,7 @@ import msgspec
 
 from slimerl.resilience.deadline import Deadline
 from slimerl.samples import messages
-from slimerl.samples.messages import ADDRESS_FILE, TOKEN_HEADER, EngineInfo, Refusal, ServiceAddress
+from slimerl.samples.messages import TOKEN_HEADER, EngineInfo, Refusal, ServiceAddress, address_file
 
 _RETRY_S = 0.2
 _ATTEMPT_TIMEOUT_S = 10.0
@@ -25,8 +25,11 @@ class RegistrationFailed(RuntimeError):
     """The rollout role refused the engine."""
 
 
-async def register(info: EngineInfo, run_dir: Path, deadline: Deadline) -> ServiceAddress:
+async def register(info: EngineInfo, run_dir: Path, deadline: Deadline, process: int = 0) -> ServiceAddress:
     """Register until accepted; returns by whom.
+
+    Args:
+        process: number of the rollout process that is to have the engine.
 
     Raises:
         RegistrationFailed: the control service refused.
@@ -34,7 +37,7 @@ async def register(info: EngineInfo, run_dir: Path, deadline: Deadline) -> Servi
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ATTEMPT_TIMEOUT_S)) as session:
         while True:
-            answer = await _attempt(session, info, run_dir)
+            answer = await _attempt(session, info, run_dir, process)
             if isinstance(answer, ServiceAddress):
                 return answer
             deadline.check(answer)
@@ -42,7 +45,11 @@ async def register(info: EngineInfo, run_dir: Path, deadline: Deadline) -> Servi
 
 
 async def follow(
-    describe: Callable[[], Awaitable[EngineInfo]], run_dir: Path, known: ServiceAddress, within_s: float
+    describe: Callable[[], Awaitable[EngineInfo]],
+    run_dir: Path,
+    known: ServiceAddress,
+    within_s: float,
+    process: int = 0,
 ) -> None:
     """Register with every rollout role that is started in the place of the one before; ends with its task.
 
@@ -50,31 +57,34 @@ async def follow(
         describe: the engine as it is when that has happened.
         known: the role that has it.
         within_s: for another one to take it.
+        process: as of `register`.
 
     Raises:
         RegistrationFailed, DeadlineExceeded: as `register`.
     """
     while True:
         await asyncio.sleep(LOOK_S)
-        if _has_successor(run_dir, known):
+        if _has_successor(run_dir, known, process):
             info = await describe()
             deadline = Deadline(f"the rollout role that was started again to take {info.engine_id}", within_s)
-            known = await register(info, run_dir, deadline)
+            known = await register(info, run_dir, deadline, process)
 
 
-def _has_successor(run_dir: Path, known: ServiceAddress) -> bool:
+def _has_successor(run_dir: Path, known: ServiceAddress, process: int) -> bool:
     try:
-        return messages.read_address(run_dir).token != known.token
+        return messages.read_address(run_dir, process).token != known.token
     except OSError:
         return False  # it has ended, and none has taken its place yet
 
 
-async def _attempt(session: aiohttp.ClientSession, info: EngineInfo, run_dir: Path) -> ServiceAddress | str:
+async def _attempt(
+    session: aiohttp.ClientSession, info: EngineInfo, run_dir: Path, process: int
+) -> ServiceAddress | str:
     """Who has taken it, or why another attempt may help."""
     try:
-        address = messages.read_address(run_dir)
+        address = messages.read_address(run_dir, process)
     except FileNotFoundError:
-        return f"{run_dir / ADDRESS_FILE} is not there: has the rollout role started?"
+        return f"{run_dir / address_file(process)} is not there: has the rollout role started?"
     url = address.url.rstrip("/") + messages.Path.REGISTER_ENGINE
     try:
         async with session.post(url, data=messages.encode(info), headers={TOKEN_HEADER: address.token}) as response:
@@ -82,7 +92,7 @@ async def _attempt(session: aiohttp.ClientSession, info: EngineInfo, run_dir: Pa
             if response.status < 400:
                 return address
             if response.status == 401:
-                return f"{url} is another rollout role's than {run_dir / ADDRESS_FILE} told of"
+                return f"{url} is another rollout role's than {run_dir / address_file(process)} told of"
     except (aiohttp.ClientError, TimeoutError) as error:
         return f"{url} does not answer: {type(error).__name__}: {error}"
     raise RegistrationFailed(f"{url} refused {info.engine_id} ({response.status}): {_refusal(body)}")

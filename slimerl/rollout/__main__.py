@@ -1,4 +1,4 @@
-"""The rollout role: `python -m slimerl.rollout SPEC [--take-over] [KEY=VALUE]…`.
+"""The rollout role: `python -m slimerl.rollout SPEC [--process NUMBER] [--take-over] [KEY=VALUE]…`.
 
 Flows in: the spec, its data and tokenizer. Flows out: the control service, announced in RUN_DIR/rollout.json.
 With `--take-over` it goes on where a process ended, or ends with 1 where that cannot be.
@@ -13,32 +13,30 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import msgspec
-from aiohttp import web
-
-from slimerl.engine.local_resources import NoAddress, own_address
+from slimerl.engine.local_resources import NoAddress
 from slimerl.engine.protocol import SamplingParams
 from slimerl.resilience import heartbeat
 from slimerl.resilience.imports import without_collections
 from slimerl.resilience.processes import die_with_parent
 from slimerl.rewards.build import reads_prompt, reads_tokens, reward_of_run
 from slimerl.rewards.outcome import RewardUnavailable, RunningReward
-from slimerl.rollout.admission import StalenessGate
 from slimerl.rollout.agents.build import RunningAgent, announced, build_agent
+from slimerl.rollout.announcing import gateway_key, gateway_listening, service_listening
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients, Engines
 from slimerl.rollout.evaluation import Evaluation, HeldOutSet
 from slimerl.rollout.full_collections import defer_full_collections
-from slimerl.rollout.gateway.build import GATEWAY_FILE, build_gateway
+from slimerl.rollout.gateway.build import build_gateway
 from slimerl.rollout.gateway.external import ExternalAgents
-from slimerl.rollout.gateway.front import Gateway, listening
-from slimerl.rollout.journal_file import JOURNAL_DIR, TAKE_OVER, JournalFile
+from slimerl.rollout.journal_file import TAKE_OVER, JournalFile
+from slimerl.rollout.journal_places import journal_of
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.kv_fleet import EngineModel
 from slimerl.rollout.kv_memory import Memory
@@ -49,6 +47,8 @@ from slimerl.rollout.prompts import Prompt, PromptStream, read_rows, tokenize_ro
 from slimerl.rollout.router import LeastLoaded, Router
 from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
 from slimerl.rollout.service import ControlService
+from slimerl.rollout.several import Place, beside_it, gate_of, ledger_of, ordered, service_kind
+from slimerl.rollout.shard_scheduler import ShardScheduler
 from slimerl.rollout.speculation.dispatcher import Speculation, SpeculativeDispatcher
 from slimerl.rollout.speculation.drafts_file import DraftsFile
 from slimerl.rollout.speculation.engine_drafts import EngineDrafts, WatchedDispatcher
@@ -56,11 +56,9 @@ from slimerl.rollout.taking_over import take_over
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.rollout.weights import WeightHold
 from slimerl.samples.journal import JournalDamaged
-from slimerl.samples.messages import ADDRESS_FILE, ServiceAddress
 from slimerl.samples.rows import DataError
 from slimerl.samples.store import SampleStore
 from slimerl.spec import RunSpec, SpecError, load_spec
-from slimerl.spec.agent import ExternalAgent
 from slimerl.spec.evaluation import EvaluationSetSpec
 from slimerl.spec.functions import CustomFunctionError
 from slimerl.telemetry import trace
@@ -70,8 +68,7 @@ logger = logging.getLogger("slimerl.rollout")
 
 REMEMBERED_BATCHES = 4
 """Of all that may be under way; the router's memory of older samples is of ones that have ended."""
-GRACE_S = 1.0
-"""For requests in progress when the role ends; they have been refused by then."""
+_PROCESS = "--process"
 
 
 @dataclass(frozen=True)
@@ -85,12 +82,17 @@ class Inputs:
     """As `evaluation.sets`."""
 
 
-def main(spec: RunSpec, takes_over: bool = False) -> int:
-    """Run the role to its end; returns its exit code. `takes_over`: a process before it has ended."""
+def main(spec: RunSpec, process: int = 0, takes_over: bool = False) -> int:
+    """Run the role to its end; returns its exit code.
+
+    Args:
+        process: its number, where the run has several.
+        takes_over: a process before it has ended.
+    """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(serve(spec, takes_over))
+            runner.run(serve(spec, process, takes_over))
     except (DataError, TokenizerError, CustomFunctionError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -109,12 +111,13 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def serve(spec: RunSpec, takes_over: bool = False) -> None:
+async def serve(spec: RunSpec, process: int = 0, takes_over: bool = False) -> None:
     """Serve until SIGTERM, SIGINT or `/shutdown`."""
     token = secrets.token_hex(16)
     ended = asyncio.Event()
-    trace.start(spec.run_dir, "rollout")
-    alive = heartbeat.start_of_loop(spec.run_dir, "rollout", spec.deadlines.stall_s)
+    name = f"rollout-{process}" if process else "rollout"
+    trace.start(spec.run_dir, name)
+    alive = heartbeat.start_of_loop(spec.run_dir, name, spec.deadlines.stall_s)
     reward, agent = reward_of_run(spec), build_agent(spec.agent)
     try:
         # All take seconds; none needs the other.
@@ -126,9 +129,13 @@ async def serve(spec: RunSpec, takes_over: bool = False) -> None:
         # Not before: until here a signal ends the process at once, and its workers with it.
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        parts = reward, agent, token, ended, takes_over
-        async with _service(spec, inputs, *parts) as service, _listening(spec, service, token):
-            await _until_ended(ended, service, ResourceMeter(spec.run_dir, "rollout"))
+        async with AsyncExitStack() as stack:
+            desk = await stack.enter_async_context(ledger_of(spec, process, takes_over))
+            place = Place(process, takes_over, desk)
+            service = await stack.enter_async_context(_service(spec, inputs, reward, agent, token, ended, place))
+            beside = await stack.enter_async_context(beside_it(spec, service, desk))
+            await stack.enter_async_context(service_listening(spec, service, token, process))
+            await _until_ended(ended, service, ResourceMeter(spec.run_dir, name), beside)
     finally:
         await asyncio.gather(reward.close(), agent.close())
         alive.cancel()
@@ -136,10 +143,15 @@ async def serve(spec: RunSpec, takes_over: bool = False) -> None:
     logger.info("ended")
 
 
-async def _until_ended(ended: asyncio.Event, service: ControlService, resources: ResourceMeter) -> None:
+async def _until_ended(
+    ended: asyncio.Event,
+    service: ControlService,
+    resources: ResourceMeter,
+    beside: Sequence[Coroutine[Any, Any, None]],
+) -> None:
     """Wait for the end, or raise what ended the scheduler or a meter."""
     waiting = asyncio.ensure_future(ended.wait())
-    watched = (service.scheduler.run(), service.lag.watch(), resources.watch())
+    watched = (service.scheduler.run(), service.lag.watch(), resources.watch(), *beside)
     running = [asyncio.ensure_future(each) for each in watched]
     try:
         done, _ = await asyncio.wait([waiting, *running], return_when=asyncio.FIRST_COMPLETED)
@@ -173,11 +185,11 @@ async def _service(
     agent: RunningAgent,
     token: str,
     ended: asyncio.Event,
-    takes_over: bool,
+    place: Place,
 ) -> AsyncIterator[ControlService]:
     """The parts, put together."""
     rollout, training = spec.rollout, spec.training
-    journal = JournalFile(spec.run_dir / JOURNAL_DIR)
+    journal = JournalFile(journal_of(spec, place.process))
     router = build_router(spec)
     clients = EngineClients(spec.deadlines.request_s)
     dispatcher, speculation = build_dispatcher(spec, router, clients)
@@ -191,7 +203,13 @@ async def _service(
         rollout.top_p,
         stop_token_ids=inputs.tokenizer.stop_token_ids,
     )
-    scheduler = Scheduler(
+    gate = gate_of(spec)
+    prompts = PromptStream(inputs.train, spec.seed)
+    build: Callable[..., Scheduler] = Scheduler
+    if rollout.processes > 1:
+        gate, prompts, link = ordered(spec, place.process, inputs.train)
+        build = partial(ShardScheduler, link=link)
+    scheduler = build(
         SchedulerSettings(
             training.prompts_per_step,
             rollout.samples_per_prompt,
@@ -202,29 +220,36 @@ async def _service(
             spec.algorithm.dynamic_sampling_rounds,
             routing=spec.algorithm.routing_replay == "r3",
         ),
-        PromptStream(inputs.train, spec.seed),
-        StalenessGate(training.prompts_per_step, rollout.max_staleness, training.steps, oversample=rollout.oversample),
+        prompts,
+        gate,
         SampleStore(smallest_group=min(2, rollout.samples_per_prompt)),
         dispatcher,
         judge,
         loop,
         journal=journal,
-        max_buffered_bytes=rollout.max_buffered_gib * 2**30,
+        max_buffered_bytes=rollout.max_buffered_gib * 2**30 / rollout.processes,
     )
-    weights = WeightHold(dispatcher, clients, spec.engine.replicas, spec.deadlines.start_s, on_update=rollout.on_update)
+    replicas = len(range(place.process, spec.engine.replicas, rollout.processes))
+    weights = WeightHold(dispatcher, clients, replicas, spec.deadlines.start_s, on_update=rollout.on_update)
     held_out = _evaluation_params(spec, params)
     sets = _held_out_sets(spec, inputs, params)
     evaluation = Evaluation(inputs.held_out, held_out, spec.seed, dispatcher, judge, loop, sets)
     lag = LoopLag()
-    service = ControlService(token, router, clients, scheduler, weights, evaluation, lag, speculation, shutdown=ended)
+    kind = service_kind(spec, place.desk)
+    service = kind(token, router, clients, scheduler, weights, evaluation, lag, speculation, shutdown=ended)
     try:
         async with AsyncExitStack() as stack:
             if isinstance(loop, ExternalAgents):
                 parts = Parts(params, spec.seed, rollout.chunk_tokens)
-                gateway = await build_gateway(spec, inputs.tokenizer, loop, dispatcher, parts)
-                service.figures = gateway.take_figures
-                await stack.enter_async_context(_gateway_listening(spec, gateway))
-            await take_over(service, journal, spec.run_dir / JOURNAL_DIR, spec.deadlines.start_s, takes_over)
+                agents = (spec, inputs.tokenizer, loop, dispatcher, parts, gateway_key(spec), place.process)
+                gateway = await build_gateway(*agents)
+                if isinstance(scheduler, ShardScheduler):
+                    scheduler.figures = gateway.take_figures
+                else:
+                    service.figures = gateway.take_figures
+                await stack.enter_async_context(gateway_listening(spec, gateway, place.process))
+            directory = journal_of(spec, place.process)
+            await take_over(service, journal, directory, spec.deadlines.start_s, place.takes_over)
             yield service
     finally:
         await weights.close()
@@ -285,55 +310,23 @@ def _held_out_sets(spec: RunSpec, inputs: Inputs, params: SamplingParams) -> lis
     ]
 
 
-@asynccontextmanager
-async def _listening(spec: RunSpec, service: ControlService, token: str) -> AsyncIterator[None]:
-    """Bound as `cluster.network` says, and announced in the run directory."""
-    runner = web.AppRunner(service.application(), access_log=None, shutdown_timeout=GRACE_S)
-    await runner.setup()
-    address_path = spec.run_dir / ADDRESS_FILE
-    try:
-        host = own_address(spec.cluster.network)
-        await web.TCPSite(runner, host, spec.rollout.port).start()
-        port = runner.addresses[0][1]
-        announce(address_path, ServiceAddress(f"http://{host}:{port}", token, os.getpid()))
-        logger.info("serving on port %d", port)
-        yield
-    finally:
-        address_path.unlink(missing_ok=True)
-        await runner.cleanup()
-
-
-@asynccontextmanager
-async def _gateway_listening(spec: RunSpec, gateway: Gateway) -> AsyncIterator[None]:
-    """As `_listening`, for agent programs."""
-    address_path = spec.run_dir / GATEWAY_FILE
-    port = spec.agent.port if isinstance(spec.agent, ExternalAgent) else 0
-    async with listening(gateway, own_address(spec.cluster.network), port, GRACE_S) as url:
-        announce(address_path, ServiceAddress(url, gateway.key, os.getpid()))
-        logger.info("agent programs are served at %s", url)
-        try:
-            yield
-        finally:
-            address_path.unlink(missing_ok=True)
-
-
-def announce(path: Path, address: ServiceAddress) -> None:
-    """Write the address for this user alone, all at once: a reader sees the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.unlink(missing_ok=True)
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        json.dump(msgspec.to_builtins(address), file)
-    part.replace(path)
-
-
-def _from_arguments(arguments: list[str]) -> tuple[RunSpec, bool]:
-    """The spec, and whether a process before has ended. Raises SpecError."""
-    rest = [each for each in arguments if each != TAKE_OVER]
+def _from_arguments(arguments: list[str]) -> tuple[RunSpec, int, bool]:
+    """The spec, the number of the process, and whether one before it has ended. Raises SpecError."""
+    usage = f"usage: python -m slimerl.rollout SPEC [{_PROCESS} NUMBER] [{TAKE_OVER}] [KEY=VALUE]..."
+    rest, process = [each for each in arguments if each != TAKE_OVER], 0
+    takes_over = len(rest) < len(arguments)
+    if _PROCESS in rest:
+        at = rest.index(_PROCESS)
+        number = "".join(rest[at + 1 : at + 2])
+        if not number.isdecimal():
+            raise SpecError(usage)
+        process, rest = int(number), [*rest[:at], *rest[at + 2 :]]
     if not rest:
-        raise SpecError(f"usage: python -m slimerl.rollout SPEC [{TAKE_OVER}] [KEY=VALUE]...")
-    return load_spec(Path(rest[0]), rest[1:]), len(rest) < len(arguments)
+        raise SpecError(usage)
+    spec = load_spec(Path(rest[0]), rest[1:])
+    if process >= spec.rollout.processes:
+        raise SpecError(f"there is no rollout process {process}: rollout.processes = {spec.rollout.processes}")
+    return spec, process, takes_over
 
 
 def _leave(code: int) -> NoReturn:
@@ -348,8 +341,8 @@ def _leave(code: int) -> NoReturn:
 if __name__ == "__main__":
     die_with_parent(os.getppid())
     try:
-        loaded, takes_over = _from_arguments(sys.argv[1:])
+        role = _from_arguments(sys.argv[1:])
     except SpecError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    _leave(main(loaded, takes_over))
+    _leave(main(*role))

@@ -91,9 +91,10 @@ class StalenessGate:
     def may_admit(self) -> bool:
         return self.accepted + self.running < self.limit
 
-    def admit(self) -> None:
-        """Raises GateError when the rule forbids it."""
+    def admit(self) -> int:
+        """Returns the version under which it is. Raises GateError when the rule forbids it."""
         self._admit(self.limit)
+        return self.version
 
     def admit_again(self) -> None:
         """A group of an earlier process, which may have over-sampled more than this one is to.
@@ -119,6 +120,13 @@ class StalenessGate:
     def drop(self) -> None:
         """A running group came to nothing; another may take its place."""
         self._end_one()
+
+    def reopen(self) -> None:
+        """An accepted group that no step has trained is lost, and made again."""
+        if self.accepted <= 0:
+            raise GateError("a group is made again, but none was accepted")
+        self.accepted -= 1
+        self.running += 1
 
     def advance(self, version: int) -> None:
         """Engines serve `version` now. Raises GateError when it is older than the present one."""

@@ -121,7 +121,7 @@ class Dispatcher:
 
     def __post_init__(self) -> None:
         self._lanes = Lanes(self.order)
-        self._suspects = Suspects(self.router, self.engines, self.refresh)
+        self._suspects = Suspects(self.router, self.engines, self._taken_for_dead)
         self._migration = Migration(self.router, self.engines, lambda: not (self._held or len(self._lanes)))
 
     def take_figures(self) -> dict[str, float]:
@@ -223,6 +223,10 @@ class Dispatcher:
     def interrupt(self, engine_id: str) -> None:
         """The engine will not go on with what it has: its requests are tried elsewhere."""
         self._under_way.interrupt(engine_id)
+
+    def _taken_for_dead(self, engine_id: str) -> None:
+        self.interrupt(engine_id)
+        self.refresh()
 
     async def close(self) -> None:
         if self._granting is not None:

@@ -8,9 +8,10 @@ reward failed is counted as a failure and not as a wrong answer.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import TypeVar
 
 from slimerl.engine.protocol import SamplingParams
 from slimerl.resilience.deadline import Deadline
@@ -25,6 +26,8 @@ from slimerl.rollout.prompts import Prompt
 from slimerl.samples.messages import EvaluateReply, EvaluateRequest
 from slimerl.samples.sample import Sample
 from slimerl.telemetry import trace
+
+Found = TypeVar("Found")
 
 
 class EvaluationError(RuntimeError):
@@ -51,7 +54,7 @@ class HeldOutSet:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class Judged:
     """`failure`: why there is no verdict, else empty."""
 
     verdict: Verdict
@@ -59,7 +62,7 @@ class _Answer:
     failure: str = ""
 
 
-_Answers = Sequence[Sequence[_Answer]]
+Answers = Sequence[Sequence[Judged]]
 """Of each prompt of a set."""
 
 
@@ -83,26 +86,37 @@ class Evaluation:
                 failed leave nothing to tell of a set.
             DeadlineExceeded: not done after `request.timeout_s`.
         """
-        version = self.dispatcher.router.version
+        sets = self.held_out_sets()
+        begun = time.monotonic()
+        version, answers = await self.by_one_version(lambda: self.answers(sets, request))
+        trace.add("evaluate", begun, time.monotonic(), "evaluate", request.step)
+        seconds = time.monotonic() - begun
+        # subsets of many answers take a while to count
+        return await asyncio.to_thread(_reply, request.step, version, seconds, list(zip(sets, answers, strict=True)))
+
+    def held_out_sets(self) -> list[HeldOutSet]:
+        """Those that have prompts. Raises EvaluationError: none has."""
         main = HeldOutSet("", self.prompts, self.params)
-        sets = [one for one in (main, *self.sets) if one.prompts]
-        if not sets:
+        if not (sets := [one for one in (main, *self.sets) if one.prompts]):
             raise EvaluationError("there are no held-out prompts; set data.eval_path or evaluation.sets")
+        return sets
+
+    async def by_one_version(self, ask: Callable[[], Awaitable[Found]]) -> tuple[int, Found]:
+        """What is found, and the version that engines serve all the while. Raises EvaluationError: there is none, or a
+        new one came in between."""
+        version = self.dispatcher.router.version
         if version < 0:
             raise EvaluationError("no weights have been released yet; sync them before the first evaluation")
-        begun = time.monotonic()
-        answers = await self._answers(sets, request)
-        trace.add("evaluate", begun, time.monotonic(), "evaluate", request.step)
+        found = await ask()
         if self.dispatcher.router.version != version:
             raise EvaluationError(
                 f"version {self.dispatcher.router.version} was released while version {version} was evaluated; "
                 "evaluate between two weight syncs"
             )
-        seconds = time.monotonic() - begun
-        # subsets of many answers take a while to count
-        return await asyncio.to_thread(_reply, request.step, version, seconds, list(zip(sets, answers, strict=True)))
+        return version, found
 
-    async def _answers(self, sets: Sequence[HeldOutSet], request: EvaluateRequest) -> list[_Answers]:
+    async def answers(self, sets: Sequence[HeldOutSet], request: EvaluateRequest) -> list[Answers]:
+        """To all prompts. Raises DeadlineExceeded."""
         wanted = [(one, prompt, number) for one in sets for prompt in one.prompts for number in range(one.samples)]
         tasks = [asyncio.ensure_future(self._answer(*each)) for each in wanted]
         deadline = Deadline(f"the evaluation at step {request.step}", request.timeout_s)
@@ -117,34 +131,34 @@ class Evaluation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, held_out: HeldOutSet, prompt: Prompt, number: int) -> _Answer:
+    async def _answer(self, held_out: HeldOutSet, prompt: Prompt, number: int) -> Judged:
         sample = held_out.sample(prompt, number)
         parts = Parts(held_out.params, self.run_seed)
         policy = Policy(sample, parts, self.dispatcher, urgent=True, label=f"@{self.dispatcher.router.version}")
         try:
             outcome = await self.agent(policy, sample, prompt)
         except GenerationFailed as failure:
-            return _Answer(_NONE, 0, f"generation_{failure.reason}")
+            return Judged(_NONE, 0, f"generation_{failure.reason}")
         except AgentFailed as failure:
-            return _Answer(_NONE, 0, f"agent_{failure.reason}")
+            return Judged(_NONE, 0, f"agent_{failure.reason}")
         policy.close()
         if outcome is None:
             outcome = await self.judge.judge(sample, prompt.answer)
         if isinstance(outcome, Failed):
-            return _Answer(_NONE, 0, f"reward_{outcome.reason}")
+            return Judged(_NONE, 0, f"reward_{outcome.reason}")
         tokens = len(sample.response_tokens)
         if not isinstance(outcome, Scored):
-            return _Answer(_NONE, tokens)
+            return Judged(_NONE, tokens)
         if held_out.majority_at and not outcome.correct and not outcome.said:
-            return _Answer(_NONE, tokens, "answer_not_told")
-        return _Answer(Verdict(outcome.correct, outcome.said), tokens)
+            return Judged(_NONE, tokens, "answer_not_told")
+        return Judged(Verdict(outcome.correct, outcome.said), tokens)
 
 
 _NONE = Verdict(False)
 """Of a response that holds no answer."""
 
 
-def _reply(step: int, version: int, seconds: float, sets: Sequence[tuple[HeldOutSet, _Answers]]) -> EvaluateReply:
+def _reply(step: int, version: int, seconds: float, sets: Sequence[tuple[HeldOutSet, Answers]]) -> EvaluateReply:
     """Raises EvaluationError."""
     figures: dict[str, float] = {}
     accuracy, prompts, failures, tokens = 0.0, 0, 0, 0.0
@@ -159,7 +173,7 @@ def _reply(step: int, version: int, seconds: float, sets: Sequence[tuple[HeldOut
     return EvaluateReply(step, version, accuracy, prompts, failures, tokens, seconds, figures)
 
 
-def _told(held_out: HeldOutSet, answers: _Answers) -> dict[str, float]:
+def _told(held_out: HeldOutSet, answers: Answers) -> dict[str, float]:
     """The figures of a set. Raises EvaluationError."""
     judged = [[answer for answer in of_prompt if not answer.failure] for of_prompt in answers]
     kept = [of_prompt for of_prompt in judged if of_prompt]

@@ -15,10 +15,14 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from slimerl.resilience.deadline import Deadline
+from slimerl.rollout.ledger_books import Snapshot
 from slimerl.samples.journal import Begun, Books, Finished, Record, Recovered, Replay, frame, read_frames
 
 logger = logging.getLogger(__name__)
@@ -47,9 +51,18 @@ def read_journal(directory: Path) -> Recovered | None:
         OSError: it cannot be read.
     """
     replay = Replay()
-    for path in _segments(directory):
-        replay.apply(read_frames(path.read_bytes(), str(path)))
+    replay.apply(read_records(directory, Record))
     return replay.result()
+
+
+def read_records(directory: Path, kind: Any) -> Iterator[Any]:
+    """All that is written there, oldest first. Raises as `read_journal`.
+
+    Args:
+        kind: of the records, as msgspec takes it.
+    """
+    for path in _segments(directory):
+        yield from read_frames(path.read_bytes(), str(path), kind)
 
 
 class JournalFile:
@@ -81,7 +94,7 @@ class JournalFile:
     def is_long(self) -> bool:
         return self._bytes >= self._segment_bytes
 
-    def note(self, record: Record) -> None:
+    def note(self, record: msgspec.Struct) -> None:
         """See `SampleStore.note`."""
         if self._failure:
             return
@@ -91,14 +104,14 @@ class JournalFile:
             self._where[record.sample.payload.sample_id] = self._number
         self._queue.put(data)
 
-    def begin(self, books: Books) -> None:
+    def begin(self, books: Books | Snapshot) -> None:
         """The next segment; those in which no live sample has its payload go."""
         self._number += 1
         self._bytes = 0
         number, published = self._number, self._published
         self._queue.put(lambda: self._open(number, published))
         self.note(books)
-        live = {sample_id for group in books.groups for sample_id in group.journaled}
+        live = books.payloads()
         self._where = {sample_id: segment for sample_id, segment in self._where.items() if sample_id in live}
         if published:
             needed = {*self._where.values(), number}

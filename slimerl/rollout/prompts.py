@@ -6,7 +6,7 @@ Invariants: a prompt that is too long is refused before the run starts; the orde
 epoch and the ids (not of the rows' order in the file).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,6 +111,19 @@ class PromptStream:
         if prompt is None:
             raise DataError(f"prompt '{prompt_id}' was drawn before, but data.train_path has none of that id")
         return Drawn(group_id, int(epoch), prompt)
+
+    def positions(self, group_ids: Iterable[str]) -> dict[str, int]:
+        """Where groups come up in the sequence: the way back from `at`. Of prompts that do not exist there is none."""
+        of_epoch: dict[int, set[str]] = {}
+        for group_id in group_ids:
+            of_epoch.setdefault(int(group_id.partition("/")[0]), set()).add(group_id)
+        found: dict[str, int] = {}
+        for epoch, wanted in of_epoch.items():
+            first = epoch * len(self.prompts)
+            for place in range(len(self.prompts)):
+                if (name := self.at(first + place).group_id) in wanted:
+                    found[name] = first + place
+        return found
 
     def at(self, position: int) -> Drawn:
         """The prompt at a position of the sequence, counted over all epochs."""

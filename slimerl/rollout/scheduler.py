@@ -17,18 +17,16 @@ from functools import partial
 from typing import Literal
 
 from slimerl.engine.protocol import SamplingParams
-from slimerl.rewards.outcome import UNPARSABLE_REWARD, Failed, Outcome, Scored, Unparsable
 from slimerl.rollout.admission import StalenessGate, choose_batch
 from slimerl.rollout.agents.forks import without_forks
-from slimerl.rollout.agents.loop import AgentFailed, AgentLoop, SingleTurn
-from slimerl.rollout.agents.policy import Policy
-from slimerl.rollout.agents.watch import BookedSample
-from slimerl.rollout.dispatch import Dispatcher, GenerationFailed
+from slimerl.rollout.agents.loop import AgentLoop, SingleTurn
+from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.dynamic_sampling import InformativeGroups, NothingToLearn
 from slimerl.rollout.journal_file import JournalFile
 from slimerl.rollout.judge import Judge
+from slimerl.rollout.making import SampleLost, SampleMaker
 from slimerl.rollout.parts import Parts
-from slimerl.rollout.prompts import Drawn, Prompt, PromptStream
+from slimerl.rollout.prompts import Drawn, PromptStream
 from slimerl.rollout.statistics import (
     GroupRecord,
     batch_metrics,
@@ -37,6 +35,7 @@ from slimerl.rollout.statistics import (
     token_staleness,
     trace_groups,
 )
+from slimerl.samples.books import name_of_batch
 from slimerl.samples.journal import Books, HandedOut, Recovered, unheard
 from slimerl.samples.messages import BatchManifest, RolloutState
 from slimerl.samples.sample import TOKEN_BYTES, Sample
@@ -53,14 +52,6 @@ would not help."""
 
 class RolloutStopped(RuntimeError):
     """No batch will come any more; the message says why."""
-
-
-class SampleLost(Exception):
-    """A sample came to nothing. `reason`: for counting."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -105,16 +96,16 @@ class Scheduler:
     _records: dict[str, GroupRecord] = field(default_factory=dict)
     _manifests: dict[str, BatchManifest] = field(default_factory=dict)
     _dropped_before: Counter[str] = field(default_factory=Counter)
-    _forks: dict[str, Sample] = field(default_factory=dict)
-    """Of before a restart, until their loops ask for them."""
     _lost_in_a_row: int = 0
-    _parts: Parts = field(init=False)
+    _maker: SampleMaker = field(init=False)
     _informative: InformativeGroups = field(init=False)
 
     def __post_init__(self) -> None:
         settings = self.settings
         lengths = self.dispatcher.order.lengths
-        self._parts = Parts(settings.params, settings.run_seed, settings.chunk_tokens, lengths, settings.routing)
+        parts = Parts(settings.params, settings.run_seed, settings.chunk_tokens, lengths, settings.routing)
+        made_with = (self.agent, parts, self.dispatcher, self.judge, self.store, settings.on_reward_failure)
+        self._maker = SampleMaker(*made_with)
         self._informative = InformativeGroups(settings.dynamic_sampling_rounds, settings.groups_per_step)
         if self.journal is not None:
             self.store.note = self.served.note = self.journal.note
@@ -163,7 +154,7 @@ class Scheduler:
             StoreError: it was trained already.
             RolloutStopped: it will never be complete.
         """
-        batch_id = _batch_id(step)
+        batch_id = name_of_batch(step)
         if self.store.batch(batch_id) is not None:
             return self._manifests[batch_id]
         settings, gate, store = self.settings, self.gate, self.store
@@ -250,7 +241,7 @@ class Scheduler:
         """
         groups, forks = zip(*map(without_forks, state.groups), strict=True) if state.groups else ((), ())
         drawn = [self.prompts.again(group.group_id) if group.missing else None for group in groups]
-        self.store.restore(state.trained, state.dropped, [_batch_id(step + 1) for step in range(state.steps)])
+        self.store.restore(state.trained, state.dropped, [name_of_batch(step + 1) for step in range(state.steps)])
         self.prompts.cursor = state.cursor
         self.batches_taken = state.steps
         self._dropped_before = Counter(state.dropped_told)
@@ -260,7 +251,7 @@ class Scheduler:
         if self.served.weights.version >= 0:
             # what is trained may be a step further: nothing of that version may begin before engines serve it
             self.gate.version = self.served.weights.version
-        self._forks = {name: fork for of_group in forks for name, fork in of_group.items()}
+        self._maker.forks = {name: fork for of_group in forks for name, fork in of_group.items()}
         for group, again in zip(groups, drawn, strict=True):
             batch = self.gate.next_batch
             self.gate.admit_again()
@@ -289,17 +280,18 @@ class Scheduler:
 
     def _admit(self, drawn: Drawn) -> None:
         self.dispatcher.order.admit(drawn.group_id, drawn.prompt.prompt_id, self.gate.next_batch)
-        self.gate.admit()
+        version = self.gate.admit()
         ids = [f"{drawn.group_id}/{number}" for number in range(self.settings.samples_per_group)]
         samples = [_sample(drawn, sample_id) for sample_id in ids]
-        self.store.admit(drawn.group_id, samples, self.gate.version)
+        self.store.admit(drawn.group_id, samples, version)
         self._records[drawn.group_id] = GroupRecord()
         self._begin(samples, drawn.prompt.answer)
 
     def _begin(self, samples: Sequence[Sample], answer: str) -> None:
         """Make samples of a group that the store and the gate have admitted."""
         for sample in samples:
-            task = asyncio.get_running_loop().create_task(self._make(sample, answer))
+            making = self._maker.make(sample, self._records[sample.group_id], answer)
+            task = asyncio.get_running_loop().create_task(making)
             self._tasks[sample.sample_id] = task
             # Not a `finally` in the task: one that is cancelled before its first step never gets there.
             task.add_done_callback(partial(self._ended, sample))
@@ -336,10 +328,14 @@ class Scheduler:
             logger.warning("group %s is dropped: too few of its samples are left", group_id)
             del self._records[group_id]
             self.gate.drop()
-            self._lost_in_a_row += 1
-            self._give_up_if_hopeless()
+            self._lost(group_id)
         self.wake()
         self.progressed()
+
+    def _lost(self, group_id: str) -> None:
+        """A group came to nothing."""
+        self._lost_in_a_row += 1
+        self._give_up_if_hopeless()
 
     def _finish(self, group_id: str) -> None:
         """All answers of a group are judged."""
@@ -353,7 +349,7 @@ class Scheduler:
 
     def _keeps(self, group_id: str) -> bool:
         """A finished group is accepted, or replaced where nothing can be learnt from it."""
-        if (reason := self._informative.add(self.store.verdicts(group_id))) is None:
+        if (reason := self._informative.add([each.correct for each in self.store.ready_samples(group_id)])) is None:
             self.gate.accept()
             return True
         logger.info("group %s is replaced (%s)", group_id, reason)
@@ -374,52 +370,6 @@ class Scheduler:
         reasons = ", ".join(f"{reason} {number}" for reason, number in self.store.counts().dropped.items())
         self._stop(f"{self._lost_in_a_row} groups in a row came to nothing; samples dropped so far: {reasons}")
 
-    # --- samples
-
-    async def _make(self, sample: Sample, answer: str) -> None:
-        """Generate and judge one sample. Raises SampleLost."""
-        record = self._records[sample.group_id]
-        outcome = await self._generate(sample, record, Prompt(sample.prompt_id, sample.prompt_tokens, answer))
-        begun = record.generated_s = time.monotonic()
-        if outcome is None:
-            outcome = await self.judge.judge(sample, answer)
-        self.judge.count(outcome)
-        record.judged_s[sample.sample_id] = time.monotonic() - begun
-        self._reward(sample, outcome, record)
-
-    async def _generate(self, sample: Sample, record: GroupRecord, prompt: Prompt) -> Outcome | None:
-        """By the agent loop; what it makes of the response, where it judges by itself. Raises SampleLost."""
-        policy = Policy(sample, self._parts, self.dispatcher, BookedSample(sample, self.store, record, self._forks))
-        try:
-            outcome = await self.agent(policy, sample, prompt)
-        except GenerationFailed as failure:
-            raise SampleLost(f"generation_{failure.reason}", str(failure)) from failure
-        except AgentFailed as failure:
-            raise SampleLost(f"agent_{failure.reason}", str(failure)) from failure
-        policy.close()
-        for sample_id in (*self.store.forks(sample.sample_id), sample.sample_id):
-            self.store.generated(sample_id)
-        return outcome
-
-    def _reward(self, sample: Sample, outcome: Outcome, record: GroupRecord) -> None:
-        match outcome:
-            case Scored(reward=reward, correct=correct):
-                sample.reward, sample.correct = reward, correct
-            case Unparsable():
-                record.unparsable.add(sample.sample_id)
-                sample.reward, sample.correct = UNPARSABLE_REWARD, False
-            case Failed(reason=reason, detail=detail) if self.settings.on_reward_failure == "drop":
-                raise SampleLost(f"reward_{reason}", detail)
-            case Failed(reason=reason, detail=detail):
-                logger.warning("reward of sample %s failed, 0 by reward.on_failure: %s", sample.sample_id, detail)
-                record.reward_failed.add(sample.sample_id)
-                # Nothing is known of its correctness.
-                sample.reward, sample.correct = 0.0, None
-
 
 def _sample(drawn: Drawn, sample_id: str) -> Sample:
     return Sample(sample_id, drawn.group_id, drawn.prompt.prompt_id, drawn.prompt.tokens)
-
-
-def _batch_id(step: int) -> str:
-    return f"step-{step}"

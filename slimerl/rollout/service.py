@@ -55,7 +55,6 @@ from slimerl.samples.store import StoreError
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 64 * 2**20
 MAX_FETCH_BYTES = 32 * 2**20
 """Of payload in one answer: packing it holds up the event loop, and both sides have it twice."""
 _JOURNALED = frozenset({Path.NEXT_BATCH, Path.BATCH_TRAINED, Path.HOLD, Path.RELEASE, Path.RESTORE})
@@ -111,7 +110,7 @@ class ControlService:
         self.scheduler.dispatcher.distrusted = self.scheduler.served.distrusted
 
     def application(self) -> web.Application:
-        application = web.Application(middlewares=[self._guard], client_max_size=MAX_REQUEST_BYTES)
+        application = web.Application(middlewares=[self._guard], client_max_size=0)  # a state has all that is buffered
         application.add_routes(
             [
                 web.get(Path.HEALTH, self._health),

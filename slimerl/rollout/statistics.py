@@ -138,13 +138,23 @@ def partial_metrics(under_way: Iterable[Sample]) -> dict[str, float]:
 def token_staleness(payloads: Iterable[SamplePayload], version: int) -> dict[str, float]:
     """`staleness/tokens_behind_N`: share of the sampled tokens that came from weights N versions before `version`, for
     each N that occurs."""
+    return staleness_shares(tokens_by_version(payloads), version)
+
+
+def staleness_shares(tokens: Mapping[int, int], version: int) -> dict[str, float]:
+    """As `token_staleness`, of so many tokens of each version."""
+    count = sum(tokens.values())
+    return {f"staleness/tokens_behind_{version - each}": tokens[each] / count for each in sorted(tokens, reverse=True)}
+
+
+def tokens_by_version(payloads: Iterable[SamplePayload]) -> Counter[int]:
+    """Sampled tokens, by the version that they came from."""
     tokens: Counter[int] = Counter()
     for payload in payloads:
         found, counts = np.unique(np.frombuffer(payload.versions, "<i4"), return_counts=True)
         tokens.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
     tokens.pop(OBSERVED_VERSION, None)
-    count = sum(tokens.values())
-    return {f"staleness/tokens_behind_{version - each}": tokens[each] / count for each in sorted(tokens, reverse=True)}
+    return tokens
 
 
 def _cached_fraction(groups: Sequence[GroupRecord]) -> float:

@@ -27,11 +27,11 @@ PROBE_PAUSE_S = 0.2
 
 @dataclass
 class Suspects:
-    """Of all engines of a dispatcher. `changed`: called when one has left."""
+    """Of all engines of a dispatcher. `left`: told which has left the router."""
 
     router: Router
     engines: Engines
-    changed: Callable[[], None]
+    left: Callable[[str], None]
     probes: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _failures: Counter[str] = field(default_factory=Counter)
     """Per engine, since it last answered well."""
@@ -77,4 +77,4 @@ class Suspects:
         reason = f"{failures} requests in a row failed, and it does not answer as healthy"
         logger.error("engine %s is taken for dead: %s", engine_id, reason)
         self.router.leave(engine_id, reason)
-        self.changed()
+        self.left(engine_id)

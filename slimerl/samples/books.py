@@ -67,3 +67,13 @@ class Group:
     """Rises in admission order."""
     state: GroupState = GroupState.OPEN
     batch_id: str | None = None
+
+
+def name_of_batch(step: int) -> str:
+    """Of the batch of a step."""
+    return f"step-{step}"
+
+
+def step_of_batch(batch_id: str) -> int:
+    """The way back from `name_of_batch`."""
+    return int(batch_id.removeprefix("step-"))

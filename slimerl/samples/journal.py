@@ -18,6 +18,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -151,6 +152,10 @@ class Books(msgspec.Struct, frozen=True, tag="s", array_like=True):
     handed_out: list[HandedOut] = []
     weights: Weights = Weights()
 
+    def payloads(self) -> set[str]:
+        """Live samples that have one, or some of it, in this segment or an earlier one."""
+        return {sample_id for group in self.groups for sample_id in group.journaled}
+
 
 Record = Books | Admitted | Joined | Begun | Finished | Dropped | Leased | HandedOut | GivenBack | Trained | Change
 
@@ -159,21 +164,22 @@ def unheard(_: Record) -> None:
     """The journal of a store that keeps none."""
 
 
-def frame(record: Record) -> bytes:
+def frame(record: msgspec.Struct) -> bytes:
     body = msgspec.msgpack.encode(record)
     return _HEADER.pack(len(body), zlib.crc32(body)) + body
 
 
-def read_frames(data: bytes, name: str) -> Iterator[Record]:
+def read_frames(data: bytes, name: str, kind: Any = Record) -> Iterator[Any]:
     """The records of a segment, but for one that was not written to its end.
 
     Args:
         name: of the segment, in errors.
+        kind: of the records, as msgspec takes it.
 
     Raises:
         JournalDamaged: a whole frame is not as it was written.
     """
-    decoder = msgspec.msgpack.Decoder(Record)
+    decoder = msgspec.msgpack.Decoder(kind)
     view, at = memoryview(data), 0
     while at + _HEADER.size <= len(view):
         length, checksum = _HEADER.unpack_from(view, at)

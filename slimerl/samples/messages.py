@@ -16,6 +16,8 @@ import numpy as np
 TOKEN_HEADER = "x-slimerl-token"
 ADDRESS_FILE = "rollout.json"
 """In the run directory, mode 0600: `ServiceAddress` as JSON, written once the service listens."""
+GATEWAY_FILE = "gateway.json"
+"""The same of the gateway; its token is the key that agent programs show."""
 
 Message = TypeVar("Message")
 
@@ -35,8 +37,11 @@ class Path(StrEnum):
     FETCH_SAMPLES = "/samples/fetch"
     EVALUATE = "/evaluate"
     BEGIN_EVALUATION = "/evaluate/begin"
+    EVALUATE_PART = "/evaluate/part"
     STATE = "/state"
     RESTORE = "/state/restore"
+    LEDGER_JOIN = "/ledger/join"
+    LEDGER_REPORT = "/ledger/report"
     SHUTDOWN = "/shutdown"
 
 
@@ -46,9 +51,29 @@ class ServiceAddress(msgspec.Struct, frozen=True):
     pid: int
 
 
-def read_address(run_dir: FilePath) -> ServiceAddress:
-    """Of the rollout role of a run. Raises OSError: it has not announced itself, or what is there is no address."""
-    file = run_dir / ADDRESS_FILE
+def address_file(shard: int = 0) -> str:
+    """Name of the file in which the rollout process of this number announces itself."""
+    return f"rollout-{shard}.json" if shard else ADDRESS_FILE
+
+
+def gateway_file(shard: int = 0) -> str:
+    """As `address_file`, of the gateway."""
+    return f"gateway-{shard}.json" if shard else GATEWAY_FILE
+
+
+def process_of_engine(index: int, processes: int) -> int:
+    """Number of the rollout process that has the engine `engine-INDEX`."""
+    return index % processes
+
+
+def process_of(engine_id: str, processes: int) -> int:
+    """As `process_of_engine`, by the engine's name."""
+    return process_of_engine(int(engine_id.removeprefix("engine-")), processes)
+
+
+def read_address(run_dir: FilePath, shard: int = 0) -> ServiceAddress:
+    """Of a rollout process of a run. Raises OSError: it has not announced itself, or what is there is no address."""
+    file = run_dir / address_file(shard)
     try:
         return msgspec.json.decode(file.read_bytes(), type=ServiceAddress)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -134,6 +159,8 @@ class BatchManifest(msgspec.Struct, frozen=True, tag=True):
     step: int
     samples: list[SampleMeta]
     metrics: dict[str, float] = {}
+    shards: dict[str, int] = {}
+    """Where several rollout processes make samples: which of them holds those of a group, by its id."""
 
 
 class SyncWanted(msgspec.Struct, frozen=True, tag=True):

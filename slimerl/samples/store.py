@@ -138,9 +138,10 @@ class SampleStore:
         self._drop(group, sample_id, reason)
         return self._settle(group)
 
-    def verdicts(self, group_id: str) -> list[bool | None]:
-        """Whether each answer of a live group is right."""
-        return [sample.correct for sample in self._groups[group_id].samples.values()]
+    def ready_samples(self, group_id: str) -> list[SampleMeta]:
+        """Those of a group that is ready and in no batch; of any other none."""
+        samples = self._groups[group_id].samples.values() if group_id in self.ready else ()
+        return [each for each in samples if isinstance(each, SampleMeta)]
 
     def drop_group(self, group_id: str, reason: str) -> None:
         """READY → DROPPED for a whole group. Raises StoreError: it is not ready, or leased to the trainer."""

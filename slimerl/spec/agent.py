@@ -125,7 +125,8 @@ class ExternalAgent(AnyAgent):
 
     kind: Literal["external"]
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Of the gateway, at the address that cluster.network says; 0 takes a free one. RUN_DIR/gateway.json has it."""
+    """Of the gateway (of the first, where rollout.processes says there are several), at the address that
+    cluster.network says; 0 takes a free one. RUN_DIR/gateway.json has it."""
     silent_s: Seconds = 600.0
     """A task whose program has not been heard of for so long is dropped."""
     branch: Literal["finished", "longest", "all"] = "finished"

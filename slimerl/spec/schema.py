@@ -27,6 +27,7 @@ from slimerl.spec.fields import (
 )
 from slimerl.spec.optimizer import OptimizerSpec
 from slimerl.spec.oversample import check_oversample
+from slimerl.spec.processes import check_processes
 from slimerl.spec.reward import MathReward, RewardSpec
 from slimerl.spec.routing import check_routing_replay
 from slimerl.spec.speculation import SpeculationSpec, check_speculation
@@ -167,6 +168,9 @@ class RolloutSpec(Strict):
     """Of samples that wait for the trainer, those under way counted at their longest: beyond it no prompt is begun but
     those of the next step."""
     speculation: SpeculationSpec = SpeculationSpec()
+    processes: Positive = 1
+    """Rollout processes. Each has its share of the engines, makes its share of the samples and holds them until they
+    are trained; the first keeps the books of all."""
     port: Port = 0
     """Port of the control service; 0 takes a free one."""
 
@@ -359,6 +363,7 @@ class RunSpec(Strict):
         check_speculation(rollout.speculation, rollout.temperature, self.algorithm, self.engine.drafting)
         check_routing_replay(self)
         check_elastic(self)
+        check_processes(self)
         refresh, every = self.algorithm.reference_refresh_steps, self.checkpoint.every_steps
         if refresh and every % refresh:
             raise ValueError(

@@ -27,7 +27,8 @@ class ResilienceSpec(Strict):
     engine_restarts: NonNegative = 3
     """Each engine, in the running run; it serves again after a weight sync."""
     rollout_restarts: NonNegative = 3
-    """The rollout role, in the running run; it takes over from its journal. 0: the run starts over instead."""
+    """The rollout role, of several each, in the running run; it takes over from its journal. 0: the run starts over
+    instead."""
 
 
 class DeadlineSpec(Strict):

@@ -24,6 +24,7 @@ from slimerl.resharding.layouts import LayoutError
 from slimerl.resilience import heartbeat
 from slimerl.resilience.deadline import Deadline
 from slimerl.resilience.imports import without_collections
+from slimerl.resilience.kernel_caches import bounded_kernel_caches
 from slimerl.resilience.name_lookups import bounded_lookups
 from slimerl.resilience.processes import die_with_parent
 from slimerl.resilience.tied import tied_parent
@@ -32,7 +33,7 @@ from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter, collect
 from slimerl.training.gpu_environment import set_gpu_environment
-from slimerl.training.memory import bound_kernel_caches, keep_freed_memory
+from slimerl.training.memory import keep_freed_memory
 from slimerl.training.phase_limits import phase_limits
 from slimerl.training.termination import end_on_sigterm
 
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> int:
         set_gpu_environment(spec.training.parallel)
     else:
         keep_freed_memory()
-        bound_kernel_caches()
+        os.environ.update(bounded_kernel_caches())
     with without_collections(), without_import_warnings():
         megatron_patches.apply()
         from slimerl.training import parallel
@@ -152,9 +153,13 @@ def run_rank(spec: RunSpec) -> None:
 
 def _connected(spec: RunSpec) -> "RolloutClient":
     from slimerl.training.rollout_client import RolloutClient
+    from slimerl.training.several_rollouts import SeveralRollouts
 
     deadline = Deadline("the rollout role to announce itself", spec.deadlines.start_s)
     successor_s = spec.deadlines.start_s if spec.resilience.rollout_restarts else 0.0
+    several = spec.rollout.processes
+    if several > 1:
+        return SeveralRollouts.connect_all(spec.run_dir, deadline, spec.deadlines.request_s, several, successor_s)
     return RolloutClient.connect(spec.run_dir, deadline, spec.deadlines.request_s, successor_s)
 
 

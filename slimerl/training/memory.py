@@ -4,16 +4,13 @@ A training step frees and allocates the same tensors over and over. By default e
 which fills new pages with zeros, one fault for every 4 KiB: measured, 4 % of a step of a 135M-parameter model. Tensors
 up to `KEPT_BYTES` are kept; larger ones (logits) are not.
 
-The packs of each step have other sizes than the last, and oneDNN and PyTorch's layer over it keep a compiled kernel for
-each size that they have seen, 1,024 of them each: hundreds of MiB after a hundred steps, and, scattered over the heap,
-holes between them that the next sizes do not fit into. A pack's sizes return within its step, from layer to layer: so
-many are kept, `KEPT_KERNELS`. The holes that remain make what a step touches spread, a little with every step of other
-sizes: `FreedMemory` gives them back where they have become more than a few per cent, so that a trainer holds after a
-thousand steps what it held after ten.
+The packs of each step have other sizes than the last, and between them lie the kernels that are kept for some
+(`resilience.kernel_caches`), scattered over the heap: holes that the next sizes do not fit into make what a step
+touches spread, a little with every step of other sizes. `FreedMemory` gives them back where they have become more than
+a few per cent, so that a trainer holds after a thousand steps what it held after ten.
 """
 
 import ctypes
-import os
 from collections.abc import Callable
 
 import psutil
@@ -27,9 +24,6 @@ KEPT_BYTES = 32 * 2**20
 FREE_BYTES = 512 * 2**20
 """Free memory at the end of the heap that is kept."""
 
-KEPT_KERNELS = 16
-"""By each cache; a pack of a dense model takes 15. Measured: 64 let the heap grow still, none cost 6 % of the time."""
-
 SPREAD = 1.03
 """Resident memory against that of the first step after freed memory was given back. Measured with the quickstart's
 model, every few steps: 10 ms to give it back, and 60 ms for the page faults of the step after."""
@@ -41,12 +35,6 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, FREE_BYTES)
-
-
-def bound_kernel_caches() -> None:
-    """For this process; to be called before its first matrix product. What the user has set stays."""
-    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(variable, str(KEPT_KERNELS))
 
 
 def _trim_heap() -> None:

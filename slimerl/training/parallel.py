@@ -156,3 +156,10 @@ def sum_and_max(sums: torch.Tensor, maxima: torch.Tensor, counts_here: bool) -> 
     dist.all_reduce(sums)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
     return sums.tolist(), maxima.tolist()
+
+
+def anywhere(flag: bool, grid: Grid) -> bool:
+    """Does any rank say so? A collective of all."""
+    said = torch.tensor([int(flag)], device=grid.device)
+    dist.all_reduce(said, op=dist.ReduceOp.MAX)
+    return bool(said.item())

@@ -19,7 +19,6 @@ import msgspec
 
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.samples.messages import (
-    ADDRESS_FILE,
     TOKEN_HEADER,
     BatchManifest,
     BatchTrained,
@@ -38,6 +37,7 @@ from slimerl.samples.messages import (
     ServiceAddress,
     Status,
     SyncWanted,
+    address_file,
     decode,
     encode,
     read_address,
@@ -86,24 +86,27 @@ class RolloutClient:
             request_s: bound of a call that does not bring its own.
             successors: where the next role is found; None: calls fail where this one ends.
         """
-        self._address, self._successors = address, successors
+        self.address, self.successors = address, successors
         self._request_s = request_s
 
     @staticmethod
-    def connect(run_dir: Path, deadline: Deadline, request_s: float, successor_s: float = 0.0) -> "RolloutClient":
+    def connect(
+        run_dir: Path, deadline: Deadline, request_s: float, successor_s: float = 0.0, process: int = 0
+    ) -> "RolloutClient":
         """Wait until the rollout role has announced itself and answers.
 
         Args:
             successor_s: for another one to be started in its place where it ends later; 0: none will be.
+            process: its number, where there are several.
 
         Raises:
             DeadlineExceeded: says whether the address file was missing, or what became of the last call.
         """
-        file = run_dir / ADDRESS_FILE
-        successors = Successors(run_dir, successor_s) if successor_s else None
+        file = run_dir / address_file(process)
+        successors = Successors(run_dir, successor_s, process) if successor_s else None
         while True:
             try:
-                client = RolloutClient(read_address(run_dir), request_s, successors)
+                client = RolloutClient(read_address(run_dir, process), request_s, successors)
                 client.health()
             except FileNotFoundError:
                 deadline.check(f"{file} is not there")
@@ -129,8 +132,12 @@ class RolloutClient:
         """The batch has been used; the weights are now `version`."""
         self._ask("POST", Endpoint.BATCH_TRAINED, BatchTrained(batch_id, version), None)
 
-    def fetch(self, sample_ids: Sequence[str]) -> list[SamplePayload]:
-        """Payloads in the order of the ids, as many with one call as the service gives."""
+    def fetch(self, sample_ids: Sequence[str], shards: Sequence[int] = ()) -> list[SamplePayload]:
+        """Payloads in the order of the ids, as many with one call as the service gives.
+
+        Args:
+            shards: which rollout process holds each; of an only one there is nothing to say.
+        """
         payloads: list[SamplePayload] = []
         while len(payloads) < len(sample_ids):
             asked = list(sample_ids[len(payloads) :])
@@ -195,16 +202,16 @@ class RolloutClient:
         try:
             return self._once(method, path, body, timeout_s)
         except RoleGone as error:
-            if self._successors is None or path not in REPEATED:
+            if self.successors is None or path not in REPEATED:
                 raise
             gone = error
-        deadline = Deadline("another rollout role in the place of the one that ended", self._successors.within_s)
+        deadline = Deadline("another rollout role in the place of the one that ended", self.successors.within_s)
         while True:
-            address = self._successors.of(self._address, self._answers, deadline, str(gone))
+            address = self.successors.of(self.address, self._answers, deadline, str(gone))
             if address is None:
                 raise gone
             logger.warning("%s; asking the one that was started in its place", gone)
-            self._address = address
+            self.address = address
             try:
                 return self._once(method, path, body, timeout_s)
             except RoleGone as error:
@@ -218,10 +225,10 @@ class RolloutClient:
         return True
 
     def _once(self, method: str, path: Endpoint, body: bytes, timeout_s: float) -> bytes:
-        parts = urlsplit(self._address.url)
+        parts = urlsplit(self.address.url)
         host, port = parts.hostname or "", parts.port or 80
         connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-        headers = {TOKEN_HEADER: self._address.token, "Content-Type": "application/msgpack"}
+        headers = {TOKEN_HEADER: self.address.token, "Content-Type": "application/msgpack"}
         try:
             connection.request(method, str(path), body, headers)
             response = connection.getresponse()

@@ -2,12 +2,18 @@
 
 Flows in: manifests and payloads of the control service. Flows out: this rank's micro-batches.
 Invariant: all ranks derive the same advantages and the same plan from the same manifest; each replica's leader
-fetches the payload of that replica's samples alone and passes it on inside the replica.
+fetches the payload of that replica's samples alone and passes it on inside the replica. Where several rollout processes
+hold samples, and one does not give its own, all ranks ask for the batch again: the ledger makes it up anew once it
+knows that they are lost.
 """
+
+import logging
+import time
 
 import msgspec
 
 from slimerl.algorithms import Algorithm
+from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.samples.messages import (
     BatchManifest,
     EvaluateReply,
@@ -23,11 +29,16 @@ from slimerl.telemetry import trace
 from slimerl.training.batching import Batching
 from slimerl.training.clock import StepClock
 from slimerl.training.packing import SampleShape, StepPlan
-from slimerl.training.parallel import Grid, broadcast_bytes
-from slimerl.training.rollout_client import RolloutClient
+from slimerl.training.parallel import Grid, anywhere, broadcast_bytes
+from slimerl.training.rollout_client import RolloutClient, ServiceFailed
 from slimerl.training.source import StepInput
 from slimerl.training.step import PolicyTrainer
 from slimerl.training.training_sample import BadSample, TrainingSample
+
+logger = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 2.0
+"""For the ledger to learn that samples are lost."""
 
 
 class RolloutSource:
@@ -39,39 +50,55 @@ class RolloutSource:
         self._spec, self._grid, self._algorithm, self._client = spec, grid, algorithm, client
         self._batching = batching
         self._batch_id = ""
+        self._shards: dict[str, int] = {}
+        """Of the batch, as in its manifest."""
 
     def take(self, step: int, clock: StepClock) -> StepInput | None:
         """Wait for the batch of `step`; None: engines want the present weights first. Raises ServiceFailed,
         DeadlineExceeded or BadSample."""
-        with clock(step, "wait"):
-            manifest = self._manifest(step)
-        if isinstance(manifest, SyncWanted):
-            return None
-        self._batch_id = manifest.batch_id
-        with clock(step, "fetch"):
-            metas = manifest.samples
-            with trace.span("advantages"):
-                # where they differ from token to token, the trainer makes them of the samples' outcomes
-                by_token = self._algorithm.needs.token_advantages
-                score = self._algorithm.outcomes if by_token else self._algorithm.advantages
-                advantages, figures = score(
-                    [meta.reward for meta in metas],
-                    [meta.group_id for meta in metas],
-                    [meta.response_length for meta in metas],
-                )
-            plan = self._batching.plan(
-                [
-                    SampleShape(
-                        *(meta.prompt_length, meta.response_length, meta.group_id, meta.sampled_length),
-                        prefix=meta.prompt_hash,
-                    )
-                    for meta in metas
-                ],
-                self._spec.training.minibatches_per_step,
+        lost: Deadline | None = None
+        while True:
+            with clock(step, "wait"):
+                manifest = self._manifest(step)
+            if isinstance(manifest, SyncWanted):
+                return None
+            with clock(step, "fetch"):
+                if (taken := self._fetched(manifest)) is not None:
+                    return taken
+            lost = lost or Deadline(f"all samples of step {step}", self._spec.deadlines.start_s)
+            with clock(step, "wait"):
+                if self._grid.is_first:
+                    lost.check("a rollout process does not give its own; what it said stands above")
+                    time.sleep(min(ASK_AGAIN_S, lost.remaining_s))
+
+    def _fetched(self, manifest: BatchManifest) -> StepInput | None:
+        """The batch, made ready; None: some of it could not be had."""
+        self._batch_id, self._shards = manifest.batch_id, manifest.shards
+        metas = manifest.samples
+        with trace.span("advantages"):
+            # where they differ from token to token, the trainer makes them of the samples' outcomes
+            by_token = self._algorithm.needs.token_advantages
+            score = self._algorithm.outcomes if by_token else self._algorithm.advantages
+            advantages, figures = score(
+                [meta.reward for meta in metas],
+                [meta.group_id for meta in metas],
+                [meta.response_length for meta in metas],
             )
-            samples = self._samples(metas, advantages, plan)
-            packs = self._batching.packs(plan, samples, self._grid.place.data)
-            return StepInput(packs, manifest.metrics | figures)
+        plan = self._batching.plan(
+            [
+                SampleShape(
+                    *(meta.prompt_length, meta.response_length, meta.group_id, meta.sampled_length),
+                    prefix=meta.prompt_hash,
+                )
+                for meta in metas
+            ],
+            self._spec.training.minibatches_per_step,
+        )
+        samples = self._samples(metas, advantages, plan)
+        if samples is None:
+            return None
+        packs = self._batching.packs(plan, samples, self._grid.place.data)
+        return StepInput(packs, manifest.metrics | figures)
 
     def trained(self, step: int) -> None:
         if self._grid.is_first and self._client is not None:
@@ -112,18 +139,34 @@ class RolloutSource:
             data = encode(self._client.next_batch(step, self._spec.deadlines.batch_s))
         return msgspec.msgpack.decode(broadcast_bytes(data, self._grid, source=0), type=BatchManifest | SyncWanted)
 
-    def _samples(self, metas: list[SampleMeta], advantages: list[float], plan: StepPlan) -> dict[int, TrainingSample]:
-        """This replica's samples, by their place in the manifest."""
+    def _samples(
+        self, metas: list[SampleMeta], advantages: list[float], plan: StepPlan
+    ) -> dict[int, TrainingSample] | None:
+        """This replica's samples, by their place in the manifest; None: some, maybe of another's, could not be had."""
         own = [index for minibatch in plan.of_rank(self._grid.place.data) for part in minibatch for index in part]
-        data = None
-        if self._grid.is_leader and self._client is not None:
-            data = encode(self._client.fetch([metas[index].sample_id for index in own]))
+        data = self._payloads([metas[index] for index in own])
+        if self._shards and anywhere(data is None, self._grid):
+            return None
         data = broadcast_bytes(data, self._grid, self._grid.leader, self._grid.replica)
         payloads = msgspec.msgpack.decode(data, type=list[SamplePayload])
         return {
             index: _checked(metas[index], payload, advantages[index])
             for index, payload in zip(own, payloads, strict=True)
         }
+
+    def _payloads(self, metas: list[SampleMeta]) -> bytes | None:
+        """On the leader of a replica what its samples have, encoded; nothing on its other ranks. None: one of several
+        rollout processes does not give what it holds."""
+        if not self._grid.is_leader or self._client is None:
+            return b""
+        ids = [meta.sample_id for meta in metas]
+        if not self._shards:
+            return encode(self._client.fetch(ids))
+        try:
+            return encode(self._client.fetch(ids, [self._shards[meta.group_id] for meta in metas]))
+        except (ServiceFailed, DeadlineExceeded) as error:
+            logger.warning("%s: samples could not be had: %s", self._batch_id, error)
+            return None
 
 
 def _checked(meta: SampleMeta, payload: SamplePayload, advantage: float) -> TrainingSample:

@@ -18,10 +18,11 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Successors:
-    """`within_s`: for one to be started and to answer."""
+    """`within_s`: for one to be started and to answer; `process`: its number, where there are several."""
 
     run_dir: Path
     within_s: float
+    process: int = 0
 
     def of(
         self, gone: ServiceAddress, answers: Callable[[], bool], deadline: Deadline, why: str
@@ -47,6 +48,6 @@ class Successors:
 
     def _announced(self) -> ServiceAddress | None:
         try:
-            return read_address(self.run_dir)
+            return read_address(self.run_dir, self.process)
         except OSError:
             return None  # the last one has ended

@@ -130,3 +130,18 @@ def test_a_directory_of_no_run_is_one_clear_line(tmp_path, command):
     result = CliRunner().invoke(app, ["engines", command[0], str(tmp_path), *command[1:]])
     assert result.exit_code == 2
     assert str(tmp_path) in result.output.replace("\n", "")
+
+
+def test_each_of_several_rollout_processes_keeps_an_engine(tmp_path):
+    """Engines 0 and 2 are the first one's, engine 1 is the second one's."""
+    spec = load_spec(write_spec(tmp_path, engine={"replicas": 3}, rollout={"processes": 2}))
+    commands = [RoleCommand(f"engine-{n}", [sys.executable, "-c", SLEEP], engine_id=f"engine-{n}") for n in range(3)]
+    roles = [RoleProcess(command, tmp_path) for command in commands]
+    try:
+        answer = ElasticEngines(spec, tmp_path / "spec.yaml", print).change(
+            EngineRequest(remove=["engine-1"]), roles, "by command"
+        )
+        assert answer.refused.startswith("that leaves rollout process 1 of 2 without an engine")
+        assert [role.exit_code for role in roles] == [None] * 3
+    finally:
+        end_all(roles, 0.1)

@@ -161,3 +161,49 @@ def test_nothing_is_started_again_where_the_trainer_has_ended_too(conductor):
     one.look()
     assert one.roles[0].pid == pid
     assert one.said == []
+
+
+SEVERAL = {"rollout": {"processes": 2}, "engine": {"replicas": 2}}
+
+
+def with_two_processes(one: Conductor) -> None:
+    """The second stands behind the first; both have journals of their own."""
+    one.roles.insert(1, RoleProcess(RoleCommand("rollout-1", [sys.executable, "-c", SLEEP]), one.directory))
+    for name in ("process-0", "process-1", "ledger"):
+        (one.run_dir / JOURNAL_DIR / name).mkdir()
+        (one.run_dir / JOURNAL_DIR / name / "00000001.segment").touch()
+    (one.run_dir / "rollout-1.json").touch()
+
+
+def test_a5_of_several_rollout_processes_each_is_started_again_by_itself(conductor):
+    """Injected: both are killed before another step, and one of them once more."""
+    one = conductor(**SEVERAL)
+    with_two_processes(one)
+    pids = [role.pid for role in one.roles]
+    one.kill(1)
+    one.look()
+    assert [role.pid for role in one.roles][2:] == pids[2:]
+    assert one.roles[0].pid == pids[0]
+    assert one.roles[1].role.command[-1] == TAKE_OVER
+    assert not (one.run_dir / "rollout-1.json").exists()
+    assert (one.run_dir / ADDRESS_FILE).exists()
+    one.kill(0)
+    one.look()
+    assert one.roles[0].role.command[-1] == TAKE_OVER
+    assert [text.partition(";")[0] for text in one.said] == [
+        "rollout-1 was killed by SIGKILL",
+        "rollout was killed by SIGKILL",
+    ]
+    one.kill(1)
+    with pytest.raises(RoleFailed, match=r"rollout-1 was killed .*it ended again before the samples of another step"):
+        one.look()
+
+
+@pytest.mark.parametrize(("lost", "killed"), [("process-1", 1), ("process-0", 0), ("ledger", 0)])
+def test_a_process_without_its_journal_or_its_ledger_makes_the_run_start_over(conductor, lost, killed):
+    one = conductor(**SEVERAL)
+    with_two_processes(one)
+    (one.run_dir / JOURNAL_DIR / lost / "00000001.segment").unlink()
+    one.kill(killed)
+    with pytest.raises(RoleFailed, match="not started again in place: it has left no journal"):
+        one.look()

@@ -168,6 +168,7 @@ def test_the_key_travels_in_the_environment_and_the_shim_only_without_cuda() -> 
     spec = engine_spec(Path("/m"), Path("/r"), tensor_parallel=2, threads=3)
     cpu = server_environment(spec, Device.CPU, "secret", Path("/private"))
     gpu = server_environment(spec, Device.CUDA, "secret", Path("/private"))
+    assert "LRU_CACHE_CAPACITY" in cpu
     assert cpu["SLIMERL_ENGINE_KEY"] == gpu["SLIMERL_ENGINE_KEY"] == "secret"
     assert "secret" not in " ".join(server_arguments(spec, 0, Device.CPU, 1))
     assert cpu["SGLANG_USE_CPU_ENGINE"] == "1"

@@ -126,10 +126,10 @@ async def gateway_scene(
         for engine in scene.engines:
             engine.answer = answer or saying(lambda prompt, seed: f"reply {seed % 1000}")
         params = SamplingParams(max_new_tokens, stop_token_ids=stop_token_ids)
-        scene.scheduler._parts = Parts(params, SEED, options.get("chunk_tokens"))
+        parts = scene.scheduler._maker.parts = Parts(params, SEED, options.get("chunk_tokens"))
         external = ExternalAgents(sessions or Sessions(), silent_s, branch)
-        scene.scheduler.agent = external
-        sampler = TurnSampler(scene.scheduler.dispatcher, external.sessions, scene.scheduler._parts, 1000, request_s)
+        scene.scheduler._maker.agent = external
+        sampler = TurnSampler(scene.scheduler.dispatcher, external.sessions, parts, 1000, request_s)
         texts = {(False, f"p{number}"): f"question {number}" for number in range(16)}
         gateway = Gateway(KEY, Desk(external, sampler, model_text(), 1.0, "policy"), texts)
         scene.service.figures = gateway.take_figures

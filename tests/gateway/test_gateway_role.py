@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ from tiny_models import make_tiny_model
 from slimerl.conductor.preflight.agent import agent_faults
 from slimerl.engine.registration import register
 from slimerl.resilience.deadline import Deadline
-from slimerl.rollout.gateway.build import GATEWAY_FILE
-from slimerl.samples.messages import HoldRequest, ReleaseRequest
+from slimerl.samples.messages import GATEWAY_FILE, HoldRequest, ReleaseRequest
 from slimerl.spec import RunSpec, SpecError, load_spec
-from slimerl.training.rollout_client import RolloutClient
+from slimerl.training.several_rollouts import SeveralRollouts
 
 START_S = 120.0
 
@@ -65,14 +65,20 @@ async def program(run_dir: Path) -> list[dict[str, Any]]:
     return tasks
 
 
-async def step(run_dir: Path) -> list[dict[str, Any]]:
-    async with FakeEngine("engine-0", saying(lambda prompt, seed: str(seed % 9))) as engine:
-        deadline = Deadline("the rollout role to start", START_S)
-        await register(engine.info, run_dir, deadline)
-        trainer = await asyncio.to_thread(RolloutClient.connect, run_dir, deadline, 10.0)
+async def step(run_dir: Path, processes: int) -> list[dict[str, Any]]:
+    async with AsyncExitStack() as stack:
+        deadline, engines = Deadline("the rollout roles to start", START_S), []
+        for process in range(processes):
+            engine = FakeEngine(f"engine-{process}", saying(lambda prompt, seed: str(seed % 9)))
+            engines.append(await stack.enter_async_context(engine))
+            await register(engine.info, run_dir, deadline, process)
+        connected = SeveralRollouts.connect_all, run_dir, deadline, 10.0, processes
+        trainer = await asyncio.to_thread(*connected)
         lease = await asyncio.to_thread(trainer.hold, HoldRequest(0, 10.0))
-        engine.version = "0"
-        await asyncio.to_thread(trainer.release, ReleaseRequest(lease.lease_id, 0, ["engine-0"]))
+        for engine in engines:
+            engine.version = "0"
+        whole = [engine.engine_id for engine in engines]
+        await asyncio.to_thread(trainer.release, ReleaseRequest(lease.lease_id, 0, whole))
         tasks = await program(run_dir)
         manifest = await asyncio.to_thread(trainer.next_batch, 1, 20.0)
         assert len(manifest.samples) == 4
@@ -83,23 +89,27 @@ async def step(run_dir: Path) -> list[dict[str, Any]]:
         return tasks
 
 
-def test_a_program_finds_the_gateway_and_its_work_becomes_the_batch(tmp_path):
-    run_dir = tmp_path / "run"
-    log = tmp_path / "role.log"
-    with log.open("wb") as out:
-        role = subprocess.Popen(
-            [sys.executable, "-m", "slimerl.rollout", str(written(tmp_path))], stdout=out, stderr=out
-        )
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_program_finds_the_gateway_and_its_work_becomes_the_batch(tmp_path, processes):
+    """Of several rollout processes it talks to the first, and makes the samples of all."""
+    run_dir, log, spec = tmp_path / "run", tmp_path / "role.log", written(tmp_path)
+    command = [sys.executable, "-m", "slimerl.rollout", str(spec), f"rollout.processes={processes}"]
+    command.append(f"engine.replicas={processes}")
+    with log.open("ab") as out:
+        numbers = [["--process", str(process)] for process in range(processes)]
+        roles = [subprocess.Popen([*command, *number], stdout=out, stderr=out) for number in numbers]
     try:
         Deadline("the gateway's address", START_S).wait_until((run_dir / GATEWAY_FILE).exists)
         assert oct((run_dir / GATEWAY_FILE).stat().st_mode)[-3:] == "600"
-        tasks = asyncio.run(step(run_dir))
-        assert role.wait(15) == 0, log.read_text()
+        tasks = asyncio.run(step(run_dir, processes))
+        for role in roles[1:]:
+            role.terminate()
+        assert [role.wait(15) for role in roles] == [0] * processes, log.read_text()
     finally:
-        if role.poll() is None:
+        for role in roles:
             role.kill()
-        role.wait()
-    assert not (run_dir / GATEWAY_FILE).exists()
+            role.wait()
+    assert not list(run_dir.glob("gateway*.json"))
     rows = {f"r{n}": (f"{n}+1=", str(n + 1)) for n in range(8)}
     assert {task["prompt_id"]: (task["prompt"], task["answer"]) for task in tasks}.items() <= rows.items()
     assert "Traceback" not in log.read_text()

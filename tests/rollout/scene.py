@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fake_engine import FakeEngine
 
@@ -24,6 +25,8 @@ from slimerl.rollout.prompts import Prompt, PromptStream
 from slimerl.rollout.router import Router
 from slimerl.rollout.scheduler import Scheduler, SchedulerSettings
 from slimerl.rollout.service import ControlService
+from slimerl.rollout.shard_link import ShardLink
+from slimerl.rollout.shard_scheduler import OrderedGate, OrderedPrompts, ShardScheduler
 from slimerl.rollout.speculation.dispatcher import Speculation, SpeculativeDispatcher
 from slimerl.rollout.weights import WeightHold
 from slimerl.samples.messages import BatchManifest, HoldReply, NextBatchRequest
@@ -111,8 +114,9 @@ async def rollout(
     speculation: Speculation | None = None,
     oversample: float | None = None,
     routing: bool = False,
+    shard: int | None = None,
 ) -> AsyncIterator[Scene]:
-    """Running, with its engines joined but nothing released yet."""
+    """Running, with its engines joined but nothing released yet. `shard`: its number, where it is one of several."""
     async with AsyncExitStack() as stack:
         fakes = [await stack.enter_async_context(FakeEngine(f"engine-{number}")) for number in range(engines)]
         router = KvRouter(capacity, size, EngineModel(slots=capacity), clock=time.monotonic)
@@ -123,12 +127,19 @@ async def rollout(
         reward = TellingReward()
         judge = Judge(lambda tokens: " ".join(map(str, tokens)), reward)
         params = SamplingParams(max_new_tokens, stop_token_ids=(2,))
-        scheduler = Scheduler(
+        prompts = [Prompt(f"p{number}", (10, number), str(number)) for number in range(16)]
+        gate, stream = StalenessGate(groups, staleness, steps, oversample=oversample), PromptStream(prompts, SEED)
+        kind: Callable[..., Scheduler] = Scheduler
+        if shard is not None:
+            gate = ordered = OrderedGate(groups, staleness, steps)
+            stream = OrderedPrompts(prompts, SEED, next_position=ordered.draw)
+            kind = partial(ShardScheduler, link=ShardLink(shard, 1))
+        scheduler = kind(
             SchedulerSettings(
                 *(groups, size, SEED, params, on_reward_failure, chunk_tokens, dynamic_sampling_rounds), routing=routing
             ),
-            PromptStream([Prompt(f"p{number}", (10, number), str(number)) for number in range(16)], SEED),
-            StalenessGate(groups, staleness, steps, oversample=oversample),
+            stream,
+            gate,
             SampleStore(smallest_group=min(2, size)),
             dispatcher,
             judge,

@@ -115,6 +115,20 @@ def test_a3_a_request_that_misses_its_deadline_is_aborted_on_its_engine():
     play(scene, request_s=0.2)
 
 
+def test_no_request_waits_for_an_engine_that_is_taken_for_dead():
+    """One hangs there, with more time than this test has, while others fail."""
+
+    async def scene(dispatcher: Dispatcher, engines: list[FakeEngine]) -> None:
+        engines[0].faults.extend(["hang", "500", "500", "500"])
+        engines[0].healthy = False
+        results = await asyncio.gather(*(dispatcher.generate(request(number)) for number in range(8)))
+        assert [one.generation.tokens for one in results] == [expected(number) for number in range(8)]
+        assert results[0].engine_id == "engine-1"
+        assert dispatcher.router.engine("engine-0").state is EngineState.DEAD
+
+    play(scene, request_s=60.0)
+
+
 def test_an_engine_that_fails_and_is_not_healthy_is_taken_for_dead():
     async def scene(dispatcher: Dispatcher, engines: list[FakeEngine]) -> None:
         await engines[0].stop()

@@ -68,11 +68,16 @@ def test_who_watches_a_record_that_is_cut_reads_the_new_one(tmp_path):
     assert [each["step"] for each in tail.new()] == [2]
 
 
+ADDRESSES = ("rollout.json", "rollout-2.json", "gateway.json", "gateway-1.json")
+"""Of more rollout processes than the next start has."""
+
+
 def earlier_run(run_dir, exported=False, checkpoint=True):
     with claimed(spec_in(run_dir), fresh=False):
         record(run_dir, 0, 1, 2, exported=exported)
         (run_dir / "logs" / "trainer.log").write_text("before\n")
-        (run_dir / "rollout.json").write_text(json.dumps({}))
+        for name in ADDRESSES:
+            (run_dir / name).write_text(json.dumps({}))
         if checkpoint:
             (run_dir / "checkpoints" / "step-2").mkdir(parents=True)
 
@@ -83,7 +88,7 @@ def test_a_run_that_ended_early_goes_on_with_its_record_its_logs_and_its_checkpo
         assert steps_of(tmp_path) == [0, 1, 2]
         assert (tmp_path / "logs" / "trainer.log").read_text() == "before\n"
         assert (tmp_path / "checkpoints" / "step-2").is_dir()
-        assert not (tmp_path / "rollout.json").exists(), "the address of a service that is gone"
+        assert not any((tmp_path / name).exists() for name in ADDRESSES), "of services that are gone"
 
 
 @pytest.mark.parametrize("fresh", [False, True])

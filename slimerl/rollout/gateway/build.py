@@ -8,6 +8,7 @@ import secrets
 
 from slimerl.rollout.agents.policy import Generates
 from slimerl.rollout.gateway.desk import Desk
+from slimerl.rollout.gateway.elsewhere import Elsewhere
 from slimerl.rollout.gateway.external import ExternalAgents
 from slimerl.rollout.gateway.front import Gateway
 from slimerl.rollout.gateway.sampler import TurnSampler
@@ -15,18 +16,25 @@ from slimerl.rollout.gateway.template import TemplateError
 from slimerl.rollout.gateway.text import ModelText
 from slimerl.rollout.parts import Parts
 from slimerl.rollout.prompts import read_rows
+from slimerl.rollout.shares import is_given, name_of_session
 from slimerl.rollout.tokenizer import PromptTokenizer, TokenizerError
 from slimerl.spec import RunSpec
 
-GATEWAY_FILE = "gateway.json"
-"""In the run directory, mode 0600: a `ServiceAddress` as JSON, written once the gateway listens; its token is the
-key."""
-
 
 async def build_gateway(
-    spec: RunSpec, tokenizer: PromptTokenizer, agents: ExternalAgents, dispatcher: Generates, parts: Parts
+    spec: RunSpec,
+    tokenizer: PromptTokenizer,
+    agents: ExternalAgents,
+    dispatcher: Generates,
+    parts: Parts,
+    key: str,
+    process: int = 0,
 ) -> Gateway:
-    """`parts`: of samples that no task asked for.
+    """
+    Args:
+        parts: of samples that no task asked for.
+        key: that programs show.
+        process: number of the rollout process.
 
     Raises:
         TokenizerError: the chat template cannot be gone on with.
@@ -38,7 +46,12 @@ async def build_gateway(
     sampler = TurnSampler(dispatcher, agents.sessions, parts, spec.data.max_prompt_tokens, request_s)
     desk = Desk(agents, sampler, text, spec.rollout.temperature, spec.name)
     texts = await asyncio.to_thread(_texts, spec)
-    return Gateway(secrets.token_hex(16), desk, texts, spec.data.system_prompt)
+    if spec.rollout.processes == 1:
+        return Gateway(key, desk, texts, spec.data.system_prompt)
+    agents.new_name = lambda: name_of_session(process, secrets.randbits(64))
+    agents.is_given = is_given
+    elsewhere = Elsewhere(process, spec.rollout.processes, spec.run_dir, key, request_s)
+    return Gateway(key, desk, texts, spec.data.system_prompt, elsewhere)
 
 
 def checked_text(tokenizer: PromptTokenizer) -> ModelText:

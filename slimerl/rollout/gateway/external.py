@@ -77,6 +77,10 @@ class ExternalAgents:
     silent_s: float
     branch: Literal["finished", "longest", "all"] = "finished"
     clock: Callable[[], float] = time.monotonic
+    new_name: Callable[[], str] = lambda: secrets.token_hex(8)
+    """Of a task's session."""
+    is_given: Callable[[str], bool] = lambda name: False
+    """Is a name one that this run gives? No program begins a session under it."""
     counts: Counter[str] = field(default_factory=Counter)
     tasks: dict[str, Task] = field(default_factory=dict)
     """All that are open, taken or not, by session."""
@@ -135,7 +139,7 @@ class ExternalAgents:
         task = self.tasks.get(session_id)
         if task is not None:
             task.heard_s = self.clock()
-        elif session_id in self._over:
+        elif session_id in self._over or self.is_given(session_id):
             raise ApiError(410, "session_ended", f"session '{session_id}' has ended; take another: POST /v1/sessions")
         return task
 
@@ -160,6 +164,14 @@ class ExternalAgents:
             task.ended.set_result(Ending(turn, tuple(others), reward, correct, error))
         return task
 
+    def give_back(self, session_id: str) -> None:
+        """A task that was taken for somebody who has gone since; nothing where it was begun or has ended."""
+        task = self.tasks.get(session_id)
+        if task is None or not task.taken or task.ended.done():
+            return
+        if not (task.session.turns or task.session.under_way):
+            self._give(task)
+
     @property
     def waiting(self) -> int:
         """Tasks that no program has taken yet."""
@@ -168,7 +180,7 @@ class ExternalAgents:
     # --- tasks
 
     def _offer(self, policy: Policy, prompt: Prompt) -> Task:
-        session_id = secrets.token_hex(8)
+        session_id = self.new_name()
         session = self.sessions.use(session_id)
         session.pinned = True
         task = self.tasks[session_id] = Task(session_id, policy, prompt, session)

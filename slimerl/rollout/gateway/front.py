@@ -21,7 +21,8 @@ from aiohttp import web
 
 from slimerl.rollout.gateway.answers import encode
 from slimerl.rollout.gateway.desk import Desk, Order
-from slimerl.rollout.gateway.errors import ApiError, api_error, unforeseen
+from slimerl.rollout.gateway.elsewhere import FORWARDED, SESSION_HEADER, Elsewhere, Told
+from slimerl.rollout.gateway.errors import ApiError, api_error, refused, unforeseen
 from slimerl.rollout.gateway.external import Task
 from slimerl.rollout.gateway.hot_path import HotPath
 from slimerl.rollout.gateway.requests import (
@@ -38,10 +39,10 @@ from slimerl.samples.written_ids import NotPlain
 
 logger = logging.getLogger(__name__)
 
-SESSION_HEADER = "x-session-id"
 MAX_REQUEST_BYTES = 64 * 2**20
 MAX_NAME = 256
 """Characters of a session's name."""
+_IN_SESSIONS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 
 Given = TypeVar("Given")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -55,6 +56,8 @@ class Gateway:
     desk: Desk
     texts: Mapping[tuple[bool, str], str]
     system_prompt: str | None = None
+    elsewhere: Elsewhere | None = None
+    """Where there are several rollout processes: the others."""
     counts: Counter[str] = field(default_factory=Counter)
     open_requests: int = 0
     stopping: bool = False
@@ -70,6 +73,7 @@ class Gateway:
                 web.post("/generate", self._generate),
                 web.post("/v1/sessions", self._take),
                 web.post("/v1/sessions/{session}/finish", self._finish),
+                web.post("/v1/sessions/{session}/give_back", self._give_back),
             ]
         )
         return application
@@ -78,6 +82,9 @@ class Gateway:
         """`gateway/NAME`: how often it happened since the last call; and how much there is now."""
         external = self.desk.external
         counted = self.counts + external.counts
+        if self.elsewhere is not None:
+            counted += self.elsewhere.counts
+            self.elsewhere.counts.clear()
         counted["sessions_forgotten"] = external.sessions.forgotten
         self.counts.clear()
         external.counts.clear()
@@ -115,8 +122,26 @@ class Gateway:
     async def _take(self, request: web.Request) -> web.Response:
         """Answers with a task, or with 204 where there is none after `wait_s`."""
         body = read_body(await request.read(), TaskBody)
-        task = await self.desk.external.take(body.wait_s, body.session_id)
-        return web.Response(status=204) if task is None else _json(self._told(task))
+        if self.elsewhere is None or FORWARDED in request.headers:
+            told = await self._task(body.wait_s, body.session_id)
+        elif body.session_id is not None:
+            raise refused(
+                "of several rollout processes (rollout.processes) the one that has a task names its session: leave "
+                "session_id out, and use the one that the answer has",
+                "session_id",
+            )
+        else:
+            told = await self.elsewhere.take(self._task, body.wait_s)
+        return web.Response(status=204) if told is None else _json(told)
+
+    async def _task(self, wait_s: float, own_id: str | None = None) -> Told | None:
+        task = await self.desk.external.take(wait_s, own_id)
+        return None if task is None else self._told(task)
+
+    async def _give_back(self, request: web.Request) -> web.Response:
+        """A task that was taken for a program of another gateway, which has gone."""
+        self.desk.external.give_back(request.match_info["session"])
+        return _json({})
 
     async def _finish(self, request: web.Request) -> web.Response:
         body = read_body(await request.read(), FinishBody)
@@ -125,7 +150,7 @@ class Gateway:
         session = task.session
         return _json({"session_id": session_id, "turns": len(session.turns), "branches": len(session.leaves())})
 
-    def _told(self, task: Task) -> dict[str, Any]:
+    def _told(self, task: Task) -> Told:
         prompt = task.prompt
         text = self.texts[task.is_evaluation, prompt.prompt_id]
         messages = [{"role": "user", "content": text}]
@@ -173,11 +198,20 @@ class Gateway:
             body, ids = cut_generate(data)
         except ApiError as error:
             return self._refused(error)
-        return None if body.stream else self._whole(name, data, body, ids)
+        if body.stream:
+            return None
+        if self.elsewhere is not None and (process := self.elsewhere.home(name)) is not None:
+            return self._relayed(self.elsewhere, process, name, data)
+        return self._whole(name, data, body, ids)
 
     async def _whole(self, name: str, data: bytes, body: GenerateBody, ids: bytes | None) -> tuple[int, bytes]:
         given = await self._guarded("/generate", self._generated(name, data, body, ids))
         return self._status(given) if isinstance(given, ApiError) else (200, given)
+
+    async def _relayed(self, elsewhere: Elsewhere, process: int, name: str, data: bytes) -> tuple[int, bytes]:
+        self.counts["forwarded"] += 1
+        given = await self._guarded("/generate", elsewhere.whole(process, "/generate", name, data))
+        return self._status(given) if isinstance(given, ApiError) else given
 
     async def _generated(self, name: str, data: bytes, body: GenerateBody, ids: bytes | None) -> bytes:
         order = await self._generate_order(name, data, body, ids)
@@ -222,10 +256,27 @@ class Gateway:
         try:
             if request.path != "/health":
                 self._admit(_bearer(request).partition(":")[0])
+            answering = self._answering(request, handler)
         except ApiError as error:
             return self._failed(error)
-        given = await self._guarded(f"{request.method} {request.path}", handler(request))
+        given = await self._guarded(f"{request.method} {request.path}", answering)
         return self._failed(given) if isinstance(given, ApiError) else given
+
+    def _answering(self, request: web.Request, handler: Handler) -> Awaitable[web.StreamResponse]:
+        """By the process that has the request's session. Raises ApiError."""
+        if self.elsewhere is None:
+            return handler(request)
+        in_session = request.path in _IN_SESSIONS
+        process = self.elsewhere.home(self._session(request) if in_session else request.match_info.get("session", ""))
+        return handler(request) if process is None else self._forwarded(self.elsewhere.forwarded(process, request))
+
+    async def _forwarded(self, forwarding: Awaitable[web.StreamResponse]) -> web.StreamResponse:
+        self.counts["forwarded"] += 1
+        try:
+            return await forwarding
+        except BrokenOff as ended:
+            self.counts[f"errors_{ended.name}"] += 1
+            return ended.stream
 
     async def _guarded(self, what: str, answering: Awaitable[Given]) -> Given | ApiError:
         try:

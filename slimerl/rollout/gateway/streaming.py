@@ -14,13 +14,15 @@ from aiohttp import web
 
 from slimerl.rollout.gateway.answers import DONE, event
 from slimerl.rollout.gateway.desk import Order
-from slimerl.rollout.gateway.errors import api_error, unforeseen
+from slimerl.rollout.gateway.errors import ApiError, api_error, unforeseen
 from slimerl.rollout.gateway.replies import Piece
 from slimerl.rollout.gateway.sampler import Told
 
 logger = logging.getLogger(__name__)
 
 STALLED_S = 120.0
+STREAM = "text/event-stream"
+_HEADERS = {"content-type": STREAM, "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 Fill = Callable[[Order, Told], Awaitable[list[Piece]]]
 
@@ -61,8 +63,7 @@ async def streamed(request: web.Request, order: Order, fill: Fill) -> web.Stream
         ConnectionError: the client has gone.
         Exception: as `fill`, before the stream was opened.
     """
-    headers = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
-    events = _Events(request, web.StreamResponse(headers=headers))
+    events = _Events(request, web.StreamResponse(headers=_HEADERS))
     news = asyncio.Event()
     filling = asyncio.ensure_future(fill(order, news.set))
     filling.add_done_callback(lambda _: news.set())
@@ -86,6 +87,28 @@ async def streamed(request: web.Request, order: Order, fill: Fill) -> web.Stream
     answer, shape = order.answer, order.shape
     begun = b"" if events.stream.prepared else shape.begun(answer)
     await events.write(begun + shape.ended(answer, rest) + DONE)
+    await events.stream.write_eof()
+    return events.stream
+
+
+async def relayed(request: web.Request, read: Callable[[], Awaitable[bytes]]) -> web.StreamResponse:
+    """Pass a stream of another gateway on as it comes.
+
+    Args:
+        read: its next bytes; empty at its end. Raises ApiError: it has broken off.
+
+    Raises: as `streamed`.
+    """
+    events = _Events(request, web.StreamResponse(headers=_HEADERS))
+    try:
+        while data := await read():
+            await events.write(data)
+    except ApiError as failure:
+        if not events.stream.prepared:
+            raise
+        await events.write(event(failure.body()))
+        raise BrokenOff(events.stream, failure.name) from failure
+    await events.write(b"")
     await events.stream.write_eof()
     return events.stream
 
