@@ -1,6 +1,5 @@
 """Decode attention of a whole batch against each request on its own."""
 
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -11,15 +10,9 @@ from hypothesis import strategies as st
 
 from slimerl.engine.inside.batched_decode import MAX_GATHERED, _decode_in_batches, attend, padded_requests
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SLOTS, CONTEXT = 600, 256
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Batch:

@@ -1,7 +1,5 @@
 """Products with weights: each row alone, among few and among many."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,15 +7,9 @@ from hypothesis import strategies as st
 
 from slimerl.engine.inside.invariant_linear import LARGE, linear
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPES = [(48, 48), (160, 128), (LARGE // 128 - 1, 128), (LARGE // 128, 128), (960, 576)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} x {shape[1]}")
