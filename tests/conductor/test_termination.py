@@ -53,7 +53,7 @@ def test_the_newest_checkpoint_is_named(tmp_path):
 
 @pytest.mark.parametrize(("sent", "raised"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_cuts_nothing_short_while_roles_end_and_the_run_does_not_start_over(tmp_path, sent, raised):
-    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    handlers = signal.getsignal(signal.SIGTERM), signal.default_int_handler
     ending, ended = WhileRolesEnd(spec_of(tmp_path, every_steps=5)), []
     with ending:
         signal.raise_signal(sent)
