@@ -96,22 +96,17 @@ Strike = Callable[[Fired, random.Random], bool]
 """Returns whether there was something to strike."""
 
 
-def killed(text: str) -> Strike:
+def killed(text: str, by: signal.Signals = signal.SIGKILL) -> Strike:
     def strike(run: Fired, chance: random.Random) -> bool:
         run.victim = _one(run, text, chance)
-        return run.victim is not None and _signalled(run.victim, signal.SIGKILL)
+        return run.victim is not None and _signalled(run.victim, by)
 
     return strike
 
 
 def stopped(text: str) -> Strike:
     """For good: it is to be found standing still, and killed."""
-
-    def strike(run: Fired, chance: random.Random) -> bool:
-        run.victim = _one(run, text, chance)
-        return run.victim is not None and _signalled(run.victim, signal.SIGSTOP)
-
-    return strike
+    return killed(text, signal.SIGSTOP)
 
 
 def frozen(text: str) -> Strike:

@@ -55,9 +55,9 @@ class LiveTokens:
         kept = _joined(self._told[self._of_tries :])
         if kept.tokens[-1] in params.stop_token_ids:
             return msgspec.structs.replace(kept, finish_reason="stop")
-        return (
-            msgspec.structs.replace(kept, finish_reason="length") if len(kept.tokens) == params.max_new_tokens else None
-        )
+        if len(kept.tokens) == params.max_new_tokens:
+            return msgspec.structs.replace(kept, finish_reason="length")
+        return None
 
     def rest(self, request: "GenerateRequest") -> "GenerateRequest":
         """What is left of a request whose last try failed, be it before `begin`."""

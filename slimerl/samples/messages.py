@@ -73,7 +73,11 @@ def process_of(engine_id: str, processes: int) -> int:
 
 def read_address(run_dir: FilePath, shard: int = 0) -> ServiceAddress:
     """Of a rollout process of a run. Raises OSError: it has not announced itself, or what is there is no address."""
-    file = run_dir / address_file(shard)
+    return address_in(run_dir / address_file(shard))
+
+
+def address_in(file: FilePath) -> ServiceAddress:
+    """Of a file of `address_file` or `gateway_file`. Raises OSError: it is not there, or holds no address."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=ServiceAddress)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -22,7 +22,7 @@ from slimerl.resilience.deadline import Deadline
 from slimerl.rollout.gateway.errors import ApiError
 from slimerl.rollout.gateway.streaming import STREAM, relayed
 from slimerl.rollout.shares import shard_of_session
-from slimerl.samples.messages import ServiceAddress, gateway_file
+from slimerl.samples.messages import address_in, gateway_file
 
 FORWARDED = "x-slimerl-forwarded"
 """Header of what one gateway asks another: it is answered there."""
@@ -145,10 +145,9 @@ class Elsewhere:
             self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         limit = aiohttp.ClientTimeout(None, sock_connect=CONNECT_S, sock_read=answer_s or self.answer_s)
         try:
-            file = self.run_dir / gateway_file(process)
-            address = msgspec.json.decode(file.read_bytes(), type=ServiceAddress)
+            address = address_in(self.run_dir / gateway_file(process))
             return await self._http.post(address.url + path, data=data, headers=headers, timeout=limit)
-        except (OSError, aiohttp.ClientError, msgspec.MsgspecError) as error:
+        except (OSError, aiohttp.ClientError) as error:
             raise _away(process, error) from error
 
     async def _body(self, process: int, answer: aiohttp.ClientResponse) -> bytes:
