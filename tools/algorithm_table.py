@@ -1,6 +1,8 @@
 """Print the documentation of all algorithms and their options as Markdown, from the tables of the package.
 
-.venv/bin/python tools/algorithm_table.py
+    python tools/algorithm_table.py
+
+It stands in slimerl/algorithms/README.md, too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -81,7 +83,7 @@ def document() -> str:
         "Divergence from the reference": ("On with `algorithm.kl_coef` above 0.", estimators()),
     }
     return "\n".join(
-        f"### {title}\n\n{note}\n\n" + "\n".join(lines) + "\n" for title, (note, lines) in sections.items()
+        f"## {title}\n\n{note}\n\n" + "\n".join(lines) + "\n" for title, (note, lines) in sections.items()
     )
 
 
