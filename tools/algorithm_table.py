@@ -82,9 +82,7 @@ def document() -> str:
         ),
         "Divergence from the reference": ("On with `algorithm.kl_coef` above 0.", estimators()),
     }
-    return "\n".join(
-        f"## {title}\n\n{note}\n\n" + "\n".join(lines) + "\n" for title, (note, lines) in sections.items()
-    )
+    return "\n".join(f"## {title}\n\n{note}\n\n" + "\n".join(lines) + "\n" for title, (note, lines) in sections.items())
 
 
 if __name__ == "__main__":
