@@ -222,7 +222,7 @@ async def _service(
         ),
         prompts,
         gate,
-        SampleStore(smallest_group=min(2, rollout.samples_per_prompt)),
+        SampleStore(smallest_group=rollout.smallest_group),
         dispatcher,
         judge,
         loop,
