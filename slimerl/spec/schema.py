@@ -357,8 +357,9 @@ class RunSpec(Strict):
         least = training.prompts_per_step * rollout.smallest_group
         if self.uses_engines and least < training.minibatches_per_step:
             raise ValueError(
-                f"a step of which samples are lost may have {least} left, {rollout.smallest_group} of each prompt: too few for "
-                f"training.minibatches_per_step = {training.minibatches_per_step}; raise training.prompts_per_step"
+                f"a step of which samples are lost may have {least} left, {rollout.smallest_group} of each prompt: too "
+                f"few for training.minibatches_per_step = {training.minibatches_per_step}; raise "
+                "training.prompts_per_step"
             )
         check_critic(self.training.critic, self.algorithm, training.steps, self.model.megatron_path)
         check_agent(self.agent, self.uses_engines, self.data.chat_template)
