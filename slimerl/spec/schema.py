@@ -55,7 +55,7 @@ class ModelSpec(Strict):
 
 class DataSpec(Strict):
     """Prompts as JSONL. One row: `{"id", "prompt", "answer"}`, for SFT `{"id", "prompt", "response"}`, for reward_model
-    and dpo `{"id", "prompt", "chosen", "rejected"}`."""
+    and dpo `{"id", "prompt", "chosen", "rejected"}`, and for reward_model, where it is wanted, `"margin"`."""
 
     train_path: FilePath
     eval_path: FilePath | None = None

@@ -208,16 +208,17 @@ class RolloutClient:
             raise ServiceFailed(f"{path}: the answer is no {kind}: {error}") from None
 
     def _call(self, method: str, path: Endpoint, body: bytes, timeout_s: float) -> bytes:
-        broken = 0
+        broken, answer = 0, self._for_answer(path, timeout_s)
         deadline: Deadline | None = None
         while True:
             try:
-                return self._once(method, path, body, timeout_s)
+                return self._once(method, path, body, answer.remaining_s)
             except RoleGone as error:
                 if path not in REPEATED:
                     raise
                 gone = error
-            if path not in NOT_TWICE and broken < BROKEN and self._answers():
+            # all the same the call takes no longer than it may: others wait for whoever makes it
+            if path not in NOT_TWICE and broken < BROKEN and self._answers() and answer.remaining_s:
                 broken += 1
                 logger.warning("%s; it answers, and is asked again (%d of %d)", gone, broken, BROKEN)
                 continue
@@ -228,7 +229,11 @@ class RolloutClient:
             if address is None:
                 raise gone
             logger.warning("%s; asking the one that was started in its place", gone)
-            self.address = address
+            self.address, answer = address, self._for_answer(path, timeout_s)
+
+    @staticmethod
+    def _for_answer(path: Endpoint, within_s: float) -> Deadline:
+        return Deadline(f"the rollout role to answer {path}", within_s)
 
     @staticmethod
     def _for_successor(within_s: float) -> Deadline:
@@ -251,7 +256,7 @@ class RolloutClient:
             response = connection.getresponse()
             content = response.read()
         except TimeoutError:
-            raise DeadlineExceeded(f"waited {timeout_s:g} s for the rollout role to answer {path}") from None
+            raise DeadlineExceeded(f"waited {timeout_s:.4g} s for the rollout role to answer {path}") from None
         except (OSError, http.client.HTTPException) as error:
             raise RoleGone(
                 f"{path}: the rollout role at {host}:{port} cannot be reached ({error!r}); has it ended?"

@@ -50,7 +50,7 @@ def test_what_cannot_be_told_is_refused(evaluation, message):
 def test_an_evaluation_in_the_background_has_a_step_at_which_it_is_made():
     beside = {"cluster": {"placement": "disaggregated"}}
     assert spec_of({"background": True, "every_steps": 1, "sets": [SET]}, **beside).evaluation.background
-    with pytest.raises(SpecError, match="evaluation.every_steps = 0 evaluates at no other; set that, or drop it"):
+    with pytest.raises(SpecError, match=r"evaluation\.every_steps = 0 evaluates at no other; set that, or drop"):
         spec_of({"background": True, "sets": [SET]}, **beside)
 
 
