@@ -203,15 +203,15 @@ def prepare(
     Example:
       slimerl prepare configs/quickstart.yaml
     """
-    from slimerl.conductor.reach import job_faults, reach_faults, unwatched_faults
+    from slimerl.conductor.reach import reach_faults, unwatched_faults
     from slimerl.conductor.run import prepare as make_ready
     from slimerl.conductor.run_directory import RunDirectoryTaken
     from slimerl.telemetry.run_log import RecordDamaged
 
     loaded = _loaded(spec, overrides)
     nodes = loaded.trainer_nodes + loaded.engine_nodes
-    of_job = [*job_faults(loaded), *reach_faults(loaded, nodes)] if cluster else []
-    if faults := [*unwatched_faults(loaded), *of_job]:
+    between = reach_faults(loaded, nodes) if cluster else ()
+    if faults := [*unwatched_faults(loaded), *between]:
         _fail("\n".join(faults), 2)
     try:
         typer.echo(make_ready(loaded, fresh))
