@@ -38,7 +38,7 @@ from slimerl.telemetry.run_log import METRICS_FILE
 
 CHECKPOINT_STEPS = 2
 START_S = 240.0
-LEFT = ("calm", "fire", "fire.log", "faults.jsonl")
+LEFT = ("calm", "fire", "fire.log", "faults.jsonl", "inside")
 """What a call leaves in its OUT."""
 COMPARED = ("train/loss", "rollout/mean_reward", "rollout/generated_tokens")
 
