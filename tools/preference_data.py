@@ -29,15 +29,21 @@ def main(
     print(f"wrote {out or source}")
 
 
-def pair(row: dict[str, Any], chooser: random.Random) -> dict[str, str]:
-    """Chosen: the row's answer."""
-    right = row["answer"]
-    wrong = str(without_carry(*map(int, row["prompt"].rstrip("=").split("+"))))
+def wrong_sum(a: int, b: int, chooser: random.Random) -> str:
+    """That of the pupil who forgets to carry, or with another digit in it."""
+    right, wrong = str(a + b), str(without_carry(a, b))
     if wrong == right or chooser.random() >= FORGOTTEN:
         place = chooser.randrange(len(right))
         digit = chooser.choice([each for each in "0123456789" if each != right[place]])
         wrong = right[:place] + digit + right[place + 1 :]
-    return {"id": row["id"], "prompt": row["prompt"], "chosen": right, "rejected": wrong}
+    return wrong
+
+
+def pair(row: dict[str, Any], chooser: random.Random) -> dict[str, str]:
+    """Chosen: the row's answer."""
+    a, b = map(int, row["prompt"].rstrip("=").split("+"))
+    wrong = wrong_sum(a, b, chooser)
+    return {"id": row["id"], "prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong}
 
 
 if __name__ == "__main__":

@@ -53,8 +53,7 @@ def main(
 def write_problems(out: Path, seed: int) -> None:
     """Every sum of two two-digit numbers: `HELDOUT` of them apart, the rest for training."""
     chooser = random.Random(seed)
-    sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    chooser.shuffle(sums)
+    sums = shuffled_sums(chooser)
     rows = [{"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
     write_jsonl(out / "train.jsonl", rows[HELDOUT:])
     demonstrations = []
@@ -63,6 +62,13 @@ def write_problems(out: Path, seed: int) -> None:
         demonstrations.append({"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "response": str(answer)})
     write_jsonl(out / "sft.jsonl", demonstrations)
     write_jsonl(out / "heldout.jsonl", rows[:HELDOUT])
+
+
+def shuffled_sums(chooser: random.Random) -> list[tuple[int, int]]:
+    """All pairs of two-digit numbers. The first `HELDOUT` of them are held out."""
+    sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    chooser.shuffle(sums)
+    return sums
 
 
 def without_carry(a: int, b: int) -> int:
