@@ -1,13 +1,17 @@
 """The command line: `slimerl run`, `slimerl check`, `slimerl doctor`, and the roles one by one."""
 
+import os
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from slimerl.spec import RunSpec, SpecError, load_spec
+
+if TYPE_CHECKING:
+    from slimerl.conductor.slurm import Job
 
 app = typer.Typer(
     help="""Reinforcement learning of large language models: megatron-core trains, SGLang generates.
@@ -47,12 +51,15 @@ def run(
     spec: SpecFile,
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Replace an earlier run, not go on with it.")] = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="In the script of a job of SLURM: on the nodes of the job.")
+    ] = False,
 ) -> None:
     """Start every role of SPEC on this machine, watch them, and print the result.
 
     Exit code 0: the run finished; 1: it failed (the reason is printed); 2: the spec cannot be used;
     130: interrupted; 143: terminated. On SIGTERM it saves a checkpoint at the end of its step and ends, within
-    deadlines.terminate_s; on a second SIGTERM, and on Ctrl-C, it ends at once.
+    deadlines.terminate_s; on a second SIGTERM, and on Ctrl-C, it ends at once. SIGUSR1 is SIGTERM without a limit.
 
     \b
     Examples:
@@ -66,9 +73,10 @@ def run(
     from slimerl.conductor.termination import Terminated
     from slimerl.telemetry.run_log import RecordDamaged
 
-    checked = _checked(spec, overrides)
+    checked = _loaded(spec, overrides) if slurm else _checked(spec, overrides)
+    job = _job(checked) if slurm else None
     try:
-        conduct(checked, Console(markup=False), fresh)
+        conduct(checked, Console(markup=False), fresh, job)
     except (RunDirectoryTaken, RecordDamaged) as error:
         _fail(str(error), 2)
     except RoleFailed as error:
@@ -210,8 +218,7 @@ def prepare(
 
     loaded = _loaded(spec, overrides)
     nodes = loaded.trainer_nodes + loaded.engine_nodes
-    between = reach_faults(loaded, nodes) if cluster else ()
-    if faults := [*unwatched_faults(loaded), *between]:
+    if faults := list(reach_faults(loaded, nodes) if cluster else unwatched_faults(loaded)):
         _fail("\n".join(faults), 2)
     try:
         typer.echo(make_ready(loaded, fresh))
@@ -350,6 +357,19 @@ def _checked(path: Path, overrides: list[str] | None) -> RunSpec:
     if faults:
         _fail("\n".join(faults), 2)
     return spec
+
+
+def _job(spec: RunSpec) -> "Job":
+    """That this process is part of; it can have the roles of the spec."""
+    from slimerl.conductor.slurm import NoJob, job_faults, job_of
+
+    try:
+        job = job_of(os.environ)
+    except NoJob as error:
+        _fail(str(error), 2)
+    if faults := list(job_faults(spec, job)):
+        _fail("\n".join(faults), 2)
+    return job
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -15,7 +15,8 @@ from typing import Annotated
 import msgspec
 
 from slimerl.conductor.restarts import has_cuda, tell_lost
-from slimerl.conductor.roles import engine_command
+from slimerl.conductor.roles import Roles
+from slimerl.conductor.step import start_role
 from slimerl.conductor.supervise import RoleProcess, end_all
 from slimerl.resilience.deadline import Deadline
 from slimerl.samples.messages import EngineLost, process_of
@@ -62,8 +63,8 @@ def ask(run_dir: Path, request: EngineRequest, timeout_s: float) -> EngineAnswer
 class ElasticEngines:
     """The conductor's side."""
 
-    def __init__(self, spec: RunSpec, spec_file: Path, say: Callable[[str], None]) -> None:
-        self._spec, self._spec_file, self._say = spec, spec_file, say
+    def __init__(self, commands: Roles, say: Callable[[str], None]) -> None:
+        self._spec, self._commands, self._say = commands.spec, commands, say
 
     def serve(self, roles: list[RoleProcess]) -> None:
         """Look for requests, and do what they ask."""
@@ -102,16 +103,23 @@ class ElasticEngines:
                 f"that would be {after} engines, and engine.elastic keeps {elastic.min} to {elastic.max}; start the "
                 "run with other bounds"
             )
-        if not request.add:
-            return ""
-        cuda = has_cuda()
+        return self._no_room(request.add, after) if request.add else ""
+
+    def _no_room(self, more: int, after: int) -> str:
+        """For `more` engines, `after` in all."""
+        cuda, places = has_cuda(), self._commands.engine_places
         if self._spec.takes_turns(cuda):
             where = " on the same GPUs" if cuda else ""
             return (
                 f"engines take turns with the trainer{where}, which may have its turn now; for engines that come and "
                 "go set cluster.placement: disaggregated"
             )
-        return self._no_gpus(after) if cuda else self._too_large(request.add)
+        if places is not None and after > places:
+            return f"the job has nodes for {places} engines; submit it with more engine.replicas or engine.elastic.max"
+        if cuda:
+            return self._no_gpus(after)
+        # of a job it would be the memory of this node, which may have none of the engines
+        return self._too_large(more) if places is None else ""
 
     def _bereft(self, left: Collection[str]) -> str:
         """Of several rollout processes each must keep an engine: nobody else makes what it was told to."""
@@ -153,10 +161,10 @@ class ElasticEngines:
         added = []
         for _ in range(count):
             # the lowest free number: it is also the place on the GPUs
-            commands = (engine_command(self._spec, self._spec_file, index) for index in itertools.count())
+            commands = map(self._commands.engine, itertools.count())
             command = next(one for one in commands if one.engine_id not in engine_ids(roles))
             # before the trainer, which leads
-            roles.insert(-1, RoleProcess(command, self._spec.run_dir / "logs"))
+            roles.insert(-1, start_role(command, self._spec.run_dir / "logs"))
             self._note(f"{command.name} is added ({why}); it serves after a weight sync")
             added.append(command.name)
         return added

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from slimerl.conductor.step import start_role
 from slimerl.conductor.supervise import RoleFailed, RoleProcess
 from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.resilience.failure_kinds import RestartBudget
@@ -65,7 +66,7 @@ class EngineRestarts:
             append_event(self._spec.run_dir, max(0, newest_step(self._spec.run_dir)), "note", RESIZED, text)
             return
         role.end(0.0)
-        roles[roles.index(role)] = RoleProcess(role.role, role.log_path.parent)
+        roles[roles.index(role)] = start_role(role.role, role.log_path.parent)
         text = f"{failure.summary}; started again ({budget.used} of {allowed}), it serves after a weight sync"
         self._say(text)
         record_restart(self._spec.run_dir, text)

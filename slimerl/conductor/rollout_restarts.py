@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from slimerl.conductor.restarts import Say, full_disk, has_cuda, record_restart
 from slimerl.conductor.roles import rollout_name
+from slimerl.conductor.step import start_role
 from slimerl.conductor.supervise import RoleFailed, RoleProcess
 from slimerl.resilience.failure_kinds import RestartBudget
 from slimerl.rollout.journal_file import TAKE_OVER, has_journal
@@ -58,7 +59,7 @@ class RolloutRestarts:
         # nobody is to call, or to register with, the one that is gone
         (self._spec.run_dir / address_file(process)).unlink(missing_ok=True)
         command = [*(each for each in role.role.command if each != TAKE_OVER), TAKE_OVER]
-        roles[roles.index(role)] = RoleProcess(replace(role.role, command=command), role.log_path.parent)
+        roles[roles.index(role)] = start_role(replace(role.role, command=command), role.log_path.parent)
         place.last, place.last_step = failure, step
         counted = f"{place.budget.used} of {place.budget.allowed}"
         text = f"{failure.summary}; started again in place, from its journal ({counted})"

@@ -1,4 +1,4 @@
-"""One run on one machine, from spec to final table.
+"""One run on one machine, or on the nodes of a job of SLURM, from spec to final table.
 
 Flows in: a checked spec. Flows out: the run directory (`spec.yaml`, `logs/`, `metrics.jsonl`, …) and an exit.
 Invariant: however the run ends (done, failed, Ctrl-C, SIGTERM), no process of it is left.
@@ -14,10 +14,12 @@ from rich.console import Console
 from slimerl.conductor.elastic import ElasticEngines
 from slimerl.conductor.elastic_by_load import EnginesByLoad
 from slimerl.conductor.restarts import EngineRestarts, RunRestarts
-from slimerl.conductor.roles import role_commands
+from slimerl.conductor.roles import Roles
 from slimerl.conductor.rollout_restarts import RolloutRestarts
 from slimerl.conductor.run_directory import LOGS_DIR, SPEC_FILE, claimed, clear
+from slimerl.conductor.slurm import Job, RolesOfJob
 from slimerl.conductor.stalls import Stalls
+from slimerl.conductor.step import start_role
 from slimerl.conductor.supervise import RoleFailed, RoleProcess, end_all, watch
 from slimerl.conductor.termination import TerminationRequest, WhileRolesEnd
 from slimerl.spec import RunSpec
@@ -31,11 +33,12 @@ from slimerl.telemetry.run_log import EVENTS_FILE, exported, read_records
 POLL_S = 0.2
 
 
-def run(spec: RunSpec, console: Console, fresh: bool = False) -> None:
+def run(spec: RunSpec, console: Console, fresh: bool = False, job: Job | None = None) -> None:
     """Run to the end.
 
     Args:
         fresh: replace the record and the checkpoints of an earlier run in the same directory; otherwise it goes on.
+        job: whose nodes have the roles; None: this machine has.
 
     Raises:
         RunDirectoryTaken: another run is using the directory, or an earlier one left a record that cannot go on.
@@ -49,14 +52,15 @@ def run(spec: RunSpec, console: Console, fresh: bool = False) -> None:
         console.print(f"run {spec.name}: record in {run_dir}, logs in {run_dir / 'logs'}", soft_wrap=True, markup=False)
         trace.start(run_dir, "conductor")
         try:
-            _run_until_done(spec, spec_file, run_dir, console)
+            commands = Roles(spec, spec_file) if job is None else RolesOfJob(spec, spec_file, job)
+            _run_until_done(spec, commands, run_dir, console)
         finally:
             trace.stop()
             _merge_trace(run_dir, console)
         console.print(final_table(run_dir, spec.name))
 
 
-def _run_until_done(spec: RunSpec, spec_file: Path, run_dir: Path, console: Console) -> None:
+def _run_until_done(spec: RunSpec, commands: Roles, run_dir: Path, console: Console) -> None:
     """Start over where a role ended early and that may help. Raises RoleFailed, Terminated."""
 
     def say(text: str) -> None:
@@ -65,7 +69,7 @@ def _run_until_done(spec: RunSpec, spec_file: Path, run_dir: Path, console: Cons
     restarts, ending = RunRestarts(spec, say), WhileRolesEnd(spec)
     while True:
         try:
-            return _run_roles(spec, spec_file, run_dir, console, Others(spec, spec_file, say), ending)
+            return _run_roles(spec, commands, run_dir, console, Others(commands, say), ending)
         except RoleFailed as failure:
             ending.obey()
             from_beginning = restarts.start_over(failure)
@@ -76,8 +80,9 @@ def _run_until_done(spec: RunSpec, spec_file: Path, run_dir: Path, console: Cons
 class Others:
     """What becomes of engines and rollout role, and of any role that stands still, while the trainer goes on."""
 
-    def __init__(self, spec: RunSpec, spec_file: Path, say: Callable[[str], None]) -> None:
-        self._restarts, self._elastic = EngineRestarts(spec, say), ElasticEngines(spec, spec_file, say)
+    def __init__(self, commands: Roles, say: Callable[[str], None]) -> None:
+        spec = commands.spec
+        self._restarts, self._elastic = EngineRestarts(spec, say), ElasticEngines(commands, say)
         self._rollout = RolloutRestarts(spec, say)
         self._by_load = EnginesByLoad(spec, self._elastic, say)
         self._stalls = Stalls(spec.run_dir, spec.deadlines.alive_s)
@@ -108,21 +113,22 @@ def prepare(spec: RunSpec, fresh: bool = False) -> Path:
 
 
 def _run_roles(
-    spec: RunSpec, spec_file: Path, run_dir: Path, console: Console, others: Others, ending: WhileRolesEnd
+    spec: RunSpec, commands: Roles, run_dir: Path, console: Console, others: Others, ending: WhileRolesEnd
 ) -> None:
     roles: list[RoleProcess] = []
     termination = TerminationRequest(spec)
     signal.signal(signal.SIGTERM, termination.arrive)
+    signal.signal(signal.SIGUSR1, termination.save)
     try:
         with trace.span("start roles"):
-            for command in role_commands(spec, spec_file):
-                roles.append(RoleProcess(command, run_dir / LOGS_DIR))
+            for command in commands.all():
+                roles.append(start_role(command, run_dir / LOGS_DIR))
         with trace.span("watch"), ProgressView(run_dir, spec.training.steps, console) as view:
             view.describe("starting " + ", ".join(role.role.name for role in roles))
             while not _over(roles, termination, others):
                 view.update()
                 time.sleep(POLL_S)
-        if termination.made and not exported(read_records(run_dir / EVENTS_FILE)):
+        if (termination.made or termination.saves) and not exported(read_records(run_dir / EVENTS_FILE)):
             raise termination.terminated("")
     finally:
         with ending, trace.span("end roles"):

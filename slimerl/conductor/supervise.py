@@ -10,7 +10,9 @@ from pathlib import Path
 import psutil
 
 from slimerl.conductor.roles import RoleCommand
+from slimerl.conductor.stacks import show_stacks
 from slimerl.resilience.failure_kinds import kind_of_exit
+from slimerl.resilience.heartbeat import Pulse
 from slimerl.resilience.processes import kill_all
 from slimerl.resilience.tied import tied_command
 
@@ -101,6 +103,15 @@ class RoleProcess:
         except psutil.NoSuchProcess:
             return []
 
+    def own(self, pulses: Sequence[Pulse]) -> list[Pulse]:
+        """Those of its processes."""
+        pids = {process.pid for process in self.processes()}
+        return [pulse for pulse in pulses if pulse.pid in pids]
+
+    def show_stacks(self, why: str) -> None:
+        """Each of its processes that can writes where its threads stand to its log. `why`: it is about to be killed."""
+        show_stacks(self.role.name, self.log_path, self.processes(), why)
+
     def kill_stalled(self, why: str) -> None:
         """It stands still and would not heed a request: kill it, reap it, and leave nothing of its tree."""
         self._stall = why
@@ -115,7 +126,7 @@ class RoleProcess:
             return []
 
     def failure(self) -> RoleFailed:
-        return RoleFailed(self.role.name, self._process.returncode, self.log_path, self._log_start, self._stall)
+        return RoleFailed(self.role.name, self.exit_code or 0, self.log_path, self._log_start, self._stall)
 
 
 def watch(roles: Sequence[RoleProcess]) -> bool:

@@ -1,7 +1,9 @@
-"""SIGTERM to `slimerl run`: save, then end.
+"""SIGTERM to `slimerl run`: save, then end. SIGUSR1: the same, with as much time as it takes.
 
 Schedulers send it some time before SIGKILL: SLURM and Kubernetes 30 seconds, unless told otherwise. The run gets
 `deadlines.terminate_s` of that to finish its step and its checkpoint, as `slimerl stop` asks for, without its limit.
+SIGUSR1 comes from the script of a job, well before its time limit, and again until the run has ended: what goes wrong
+meanwhile is mended as ever, and a run that starts over is to stop as well.
 
 Flows in: signals. Flows out: the request to the trainer, and `Terminated` where there is nothing more to wait for.
 """
@@ -25,6 +27,9 @@ class TerminationRequest:
         self._spec = spec
         self._deadline: Deadline | None = None
 
+    saves = False
+    """SIGUSR1 has come."""
+
     @property
     def made(self) -> bool:
         return self._deadline is not None
@@ -35,6 +40,12 @@ class TerminationRequest:
             raise self.terminated("")
         self._deadline = Deadline("the checkpoint of the step to be saved", self._spec.deadlines.terminate_s)
         (self._spec.run_dir / STOP_FILE).touch()
+
+    def save(self, _signal: int, _frame: FrameType | None) -> None:
+        """The handler of SIGUSR1. A run without checkpoints goes on: it would lose all it has."""
+        if self._spec.checkpoint.every_steps:
+            self.saves = True
+            (self._spec.run_dir / STOP_FILE).touch()
 
     def check(self) -> None:
         """Raises Terminated once the time for saving is over."""

@@ -44,9 +44,11 @@ async def run_role(spec: RunSpec, index: int, node: int = 0, head: str = "") -> 
     started, serving = time.monotonic(), None
     following: asyncio.Task[None] | None = None
     server = start_server(spec, index, device, node, head)
-    trace.start(spec.run_dir, server.engine_id)
-    alive = heartbeat.start_of_loop(spec.run_dir, server.engine_id, spec.deadlines.stall_s)
-    resources = asyncio.create_task(ResourceMeter(spec.run_dir, server.engine_id).watch())
+    # each machine of an engine has a record of its own
+    name = f"{server.engine_id}@{node}" if node else server.engine_id
+    trace.start(spec.run_dir, name)
+    alive = heartbeat.start_of_loop(spec.run_dir, name, spec.deadlines.stall_s)
+    resources = asyncio.create_task(ResourceMeter(spec.run_dir, name).watch())
     say(server, f"starting SGLang on {device}, tensor parallel {spec.engine.tensor_parallel}; log: {server.log_path}")
     try:
         if node == 0:

@@ -31,9 +31,12 @@ class FailureKind(StrEnum):
 
 
 def kind_of_exit(code: int, log: str = "") -> FailureKind:
-    """Args: `code`: negative for a signal, or above 128; `log`: of a launcher, which tells how its first rank ended."""
-    told = _RANK_EXIT.search(log) if code > 0 else None
-    code = int(told[1]) if told else code
+    """Args: `code`: negative for a signal, or above 128; `log`: of a launcher, which tells how its first rank ended. On
+    several nodes each has one: bad input on any of them is the cause, else a rank that was killed, for which others
+    failed.
+    """
+    told = [int(each) for each in _RANK_EXIT.findall(log)] if code else []
+    code = min(told, key=lambda each: (each != UNUSABLE_INPUT, each >= 0), default=code)
     if code < 0 or code - OF_SIGNAL in signal.valid_signals():
         return FailureKind.INFRASTRUCTURE
     return FailureKind.DATA if code == UNUSABLE_INPUT else FailureKind.PROGRAM

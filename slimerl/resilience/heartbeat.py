@@ -33,6 +33,7 @@ PERIOD_S = 1.0
 STACKS_SIGNAL = signal.SIGUSR2
 """SIGUSR1 is SLURM's here, and asks a job to end."""
 
+_SHOWN_BEATS = 10
 _WIDTH = 256
 _PHASE_CHARACTERS = 80
 
@@ -59,7 +60,7 @@ class Heartbeat:
         self.enter("start")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._write()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -97,6 +98,11 @@ class Heartbeat:
         late_s = round(time.monotonic() - self._promised_s, 3)
         record = {"pid": self._pid, "beat": self._beats, "phase": phase, "late_s": late_s}
         os.pwrite(self._file, json.dumps(record).ljust(_WIDTH - 1).encode()[: _WIDTH - 1] + b"\n", 0)
+        if self._beats % _SHOWN_BEATS == 0:
+            # a network file system shows other machines what was written once the file is closed
+            again = os.open(self._path, os.O_WRONLY)
+            os.close(self._file)
+            self._file = again
 
 
 def read_pulses(run_dir: Path) -> list[Pulse]:

@@ -10,7 +10,7 @@ import sys
 
 from slimerl.resilience.processes import die_with_parent
 
-_PARENT = "SLIMERL_TIED_PARENT"
+TIED_PARENT = "SLIMERL_TIED_PARENT"
 
 
 def tied_command(command: list[str]) -> list[str]:
@@ -20,10 +20,10 @@ def tied_command(command: list[str]) -> list[str]:
 
 def tied_parent() -> int:
     """The process whose end this one must not outlive: the tied command that started it, else its parent now."""
-    return int(os.environ.get(_PARENT, os.getppid()))
+    return int(os.environ.get(TIED_PARENT, os.getppid()))
 
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
-    os.environ[_PARENT] = str(os.getpid())
+    os.environ[TIED_PARENT] = str(os.getpid())
     os.execvp(sys.argv[2], sys.argv[2:])

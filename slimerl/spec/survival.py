@@ -43,7 +43,7 @@ class DeadlineSpec(Strict):
     """From the time when the next one is due, or the run ends."""
     alive_s: Seconds = 120.0
     """A process that is stopped, or gives no sign of life for so long, is killed, its threads' stacks in its log; then
-    as after any kill. Raise it to debug a role."""
+    as after any kill. Raise it to debug a role. Of a process on another node the sign comes up to 10 s later."""
     stall_s: Seconds = 300.0
     """Between two signs of progress: micro-batches, or turns of an event loop. What has a deadline of its own (a batch,
     a sync, a checkpoint) may take that much longer."""

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from slimerl.cli import app
 from slimerl.conductor.elastic import REQUESTS_DIR, ElasticEngines, EngineAnswer, EngineRequest, ask
 from slimerl.conductor.preflight import machine
-from slimerl.conductor.roles import RoleCommand, role_commands
+from slimerl.conductor.roles import RoleCommand, Roles, role_commands
 from slimerl.conductor.supervise import RoleProcess, end_all
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.spec import load_spec
@@ -30,7 +30,7 @@ def conductor(tmp_path):
         RoleProcess(RoleCommand(name, [sys.executable, "-c", SLEEP], dict(os.environ), engine_id=engine), tmp_path)
         for name, engine in (("engine-0", "engine-0"), ("engine-1", "engine-1"), ("trainer", None))
     ]
-    engines, over = ElasticEngines(spec, tmp_path / "spec.yaml", print), threading.Event()
+    engines, over = ElasticEngines(Roles(spec, tmp_path / "spec.yaml"), print), threading.Event()
 
     def serve() -> None:
         while not over.wait(0.02):
@@ -114,7 +114,9 @@ def test_where_engines_take_turns_with_the_trainer_none_is_added(tmp_path, monke
     engine = RoleCommand("engine-0", [sys.executable, "-c", SLEEP], dict(os.environ), engine_id="engine-0")
     roles = [RoleProcess(engine, tmp_path)]
     try:
-        answer = ElasticEngines(spec, tmp_path / "spec.yaml", print).change(EngineRequest(add=1), roles, "by command")
+        answer = ElasticEngines(Roles(spec, tmp_path / "spec.yaml"), print).change(
+            EngineRequest(add=1), roles, "by command"
+        )
         assert answer.engines == []
         assert answer.refused.startswith("engines take turns with the trainer")
         assert len(roles) == 1
@@ -153,7 +155,7 @@ def test_each_of_several_rollout_processes_keeps_an_engine(tmp_path):
     commands = [RoleCommand(f"engine-{n}", [sys.executable, "-c", SLEEP], engine_id=f"engine-{n}") for n in range(3)]
     roles = [RoleProcess(command, tmp_path) for command in commands]
     try:
-        answer = ElasticEngines(spec, tmp_path / "spec.yaml", print).change(
+        answer = ElasticEngines(Roles(spec, tmp_path / "spec.yaml"), print).change(
             EngineRequest(remove=["engine-1"]), roles, "by command"
         )
         assert answer.refused.startswith("that leaves rollout process 1 of 2 without an engine")

@@ -14,7 +14,7 @@ from slimerl.conductor import elastic
 from slimerl.conductor.elastic import ElasticEngines, EngineRequest, engine_ids
 from slimerl.conductor.elastic_by_load import EnginesByLoad
 from slimerl.conductor.preflight import machine
-from slimerl.conductor.roles import RoleCommand
+from slimerl.conductor.roles import RoleCommand, Roles
 from slimerl.conductor.supervise import RoleProcess, end_all
 from slimerl.spec import load_spec
 from slimerl.telemetry import read_records
@@ -44,7 +44,7 @@ class Conducted:
         (self.spec.run_dir / "logs").mkdir(parents=True)
         self.roles = [self._sleeper(f"engine-{number}", f"engine-{number}") for number in range(replicas)]
         self.roles.append(self._sleeper("trainer", None))
-        self.engines = ElasticEngines(self.spec, spec_file, self.said.append)
+        self.engines = ElasticEngines(Roles(self.spec, spec_file), self.said.append)
         self.by_load = EnginesByLoad(self.spec, self.engines, self.said.append)
         self.step = 0
 

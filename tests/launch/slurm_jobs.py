@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from slurm_cluster import ROOT, Cluster
 from tiny_run import write_spec
 
@@ -14,6 +15,7 @@ from slimerl.rollout.journal_places import journal_of
 from slimerl.samples.journal import Finished, Record
 from slimerl.spec import load_spec
 from slimerl.telemetry import read_records
+from slimerl.telemetry.run_log import RESTARTED
 
 WAIT_S = 600.0
 """For a run to start, or to end: where nobody else computes it does so in a twentieth of that."""
@@ -72,6 +74,46 @@ class Job:
             return self.field("JobState") == "RUNNING"
 
         Deadline(f"job {self.number} to start again", WAIT_S).wait_until(there, poll_s=1.0)
+
+    def until_said(self, text: str) -> str:
+        """Wait until the record notes a restart in these words, or more that begin with them; returns all."""
+
+        def found() -> list[str]:
+            said = [event for event in read_records(self.run_dir / "events.jsonl") if event.get("name") == RESTARTED]
+            return [event["text"] for event in said if event["text"].startswith(text)]
+
+        def there() -> bool:
+            assert self.field("JobState") == "RUNNING", self.logs()
+            return bool(found())
+
+        Deadline(f"'{text}' to be recorded", WAIT_S).wait_until(there, poll_s=0.5, detail=self.logs)
+        return found()[0]
+
+    def until_engines(self, count: int) -> None:
+        """Wait until a step from now on has been sampled while so many engines served."""
+        known = len(self.steps())
+
+        def there() -> bool:
+            assert self.field("JobState") == "RUNNING", self.logs()
+            return any(step["rollout/engines"] == count for step in self.trained()[known:])
+
+        Deadline(f"{count} engines of job {self.number} to serve", WAIT_S).wait_until(there, 0.5, self.logs)
+
+    def role(self, *words: str) -> psutil.Process:
+        """The process on some node that was started as `python -m` and these words, beside others."""
+
+        def is_it(command: list[str]) -> bool:
+            return command[1:2] == ["-m"] and set(words) <= set(command) and command[2] == words[0]
+
+        return next(each for each in self.cluster.processes_of(self.number) if is_it(each.cmdline()))
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank of the trainer."""
+        ranks = [each for each in self.cluster.processes_of(self.number) if "slimerl.training" in each.cmdline()]
+        return next(each for each in ranks if each.environ().get("RANK") == str(number))
+
+    def stop(self) -> None:
+        self.cluster.run(ROOT / ".venv/bin/slimerl", "stop", self.run_dir)
 
     def until_saved(self, step: int) -> None:
         checkpoint = self.run_dir / "checkpoints" / f"step-{step}"

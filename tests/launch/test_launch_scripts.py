@@ -2,14 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from tiny_models import make_tiny_model
 
+from slimerl.resilience.deadline import Deadline
 from slimerl.spec import load_spec
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +20,7 @@ LAUNCH = ROOT / "launch"
 
 SRUN = r"""#!/bin/bash
 # Runs a task on this machine, as the only one.
-while [[ $1 == --* ]]; do [[ $1 == --output=* ]] && exec >>"${1#--output=}" 2>&1; shift; done
+while [[ $1 == --* ]]; do shift; done
 SLURM_PROCID=0 exec "$@"
 """
 SCONTROL = r"""#!/bin/bash
@@ -26,7 +29,10 @@ show) IFS=,; printf '%s\n' $3 ;;
 requeue) echo "$2" >>"$REQUEUED" ;;
 esac
 """
-SCANCEL = r"""#!/bin/bash
+SINFO = r"""#!/bin/bash
+echo "$NODE_STATE"
+"""
+SILENT = r"""#!/bin/bash
 """
 SBATCH = r"""#!/bin/bash
 printf '%s\n' "$@"
@@ -37,7 +43,8 @@ printf '%s\n' "$@"
 def stand_ins(tmp_path, monkeypatch):
     """SLURM's commands, in front of the path."""
     (tmp_path / "bin").mkdir()
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "sbatch": SBATCH}.items():
+    stand_ins = {"srun": SRUN, "scontrol": SCONTROL, "scancel": SILENT, "squeue": SILENT}
+    for name, text in (stand_ins | {"sinfo": SINFO, "sbatch": SBATCH}).items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -125,6 +132,60 @@ def test_ranks_that_do_not_fill_their_nodes_are_refused():
     done = bash(LAUNCH / "torchrun_trainer.sh", "configs/qwen3_30b_a3b.yaml", "cluster.gpus_per_node=5")
     assert done.returncode == 2
     assert "has 32 ranks, which do not fill 7 nodes of cluster.gpus_per_node = 5" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "queued"),
+    [
+        ("node3 is allocated*", 1, True),
+        ("node3 is down", 1, True),
+        ("node3 is allocated", 1, False),
+        ("node3 is drained", 1, False),
+        ("node3 is allocated*", 2, False),
+        ("node3 is allocated*", 0, False),
+    ],
+)
+def test_a_job_whose_run_failed_with_a_node_is_queued_again(stand_ins, state, code, queued):
+    """The run itself is stood in for by its exit code."""
+    run = stand_ins / ".venv/bin/slimerl"
+    run.parent.mkdir(parents=True)
+    run.write_text(f"#!/bin/bash\nexit {code}\n")
+    run.chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_ID": "17", "NODE_STATE": f"node1 is allocated\n{state}"}
+    done = bash(LAUNCH / "slurm/run.sbatch", stand_ins, stand_ins / "run/spec.yaml", **job)
+    assert done.returncode == (0 if queued else code), done.stderr
+    assert (stand_ins / "requeued").exists() is queued
+    assert (f"the run failed, and {state}; the job is queued again" in done.stderr) is queued
+
+
+def test_the_script_of_a_job_passes_the_signal_on_until_the_run_hears_it_and_leaves_nothing(stand_ins):
+    """A run that does not listen at first, and ends as one that has saved."""
+    run, begun, listens = stand_ins / ".venv/bin/slimerl", stand_ins / "begun", stand_ins / "listens"
+    run.parent.mkdir(parents=True)
+    # a signal that is ignored from the start cannot be trapped by a shell
+    run.write_text(
+        f"#!{sys.executable}\nimport pathlib, signal, sys, time\npathlib.Path({str(begun)!r}).touch()\n"
+        f"while not pathlib.Path({str(listens)!r}).exists(): time.sleep(0.05)\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(143))\nwhile True: time.sleep(0.05)\n"
+    )
+    run.chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node1", "SLURM_JOB_ID": "17", "NODE_STATE": ""}
+    command = ["bash", LAUNCH / "slurm/run.sbatch", stand_ins, stand_ins / "run/spec.yaml"]
+    script = subprocess.Popen(command, env=os.environ | job, start_new_session=True)
+    Deadline("the run to begin", 30).wait_until(begun.exists)
+    script.send_signal(signal.SIGUSR1)
+    script.send_signal(signal.SIGUSR1)
+    listens.touch()
+    assert script.wait(30) == 0
+    assert (stand_ins / "requeued").read_text() == "17\n"
+    assert [one.pid for one in psutil.process_iter() if one.is_running() and _session(one) == script.pid] == []
+
+
+def _session(process: psutil.Process) -> int:
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
+        return 0
 
 
 def test_a_job_that_is_asked_to_stop_is_queued_again_and_finishes_then(stand_ins):

@@ -1,26 +1,14 @@
 """Runs on a real SLURM: they work across nodes, and lose nothing to a time limit, a requeue or a cancellation."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
-from slurm_cluster import Cluster, NoSlurm, install
 from slurm_daemons import GPUS
 from slurm_jobs import processes_naming, submit, tiny_spec
 
 from slimerl.samples.messages import read_address
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1500)]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    try:
-        install()
-    except NoSlurm as reason:
-        pytest.skip(str(reason))
-    with Cluster(nodes=3) as started:
-        yield started
 
 
 def test_roles_on_different_nodes_save_before_the_time_limit_and_the_requeued_job_ends_the_run(cluster, tmp_path):

@@ -28,6 +28,10 @@ Root Cause (first observed failure):
         (1, TORCHRUN.format(code=2), FailureKind.DATA),
         (1, TORCHRUN.format(code=1), FailureKind.PROGRAM),
         (1, "no account of any rank", FailureKind.PROGRAM),
+        # of two nodes
+        (1, TORCHRUN.format(code=1) + TORCHRUN.format(code=-9), FailureKind.INFRASTRUCTURE),
+        (-9, TORCHRUN.format(code=-15) + TORCHRUN.format(code=2), FailureKind.DATA),
+        (-9, TORCHRUN.format(code=1), FailureKind.PROGRAM),
         (0, "", FailureKind.PROGRAM),
     ],
 )
