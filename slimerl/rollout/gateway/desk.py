@@ -133,9 +133,9 @@ class Desk:
 
         def tell(turn: Turn) -> None:
             if isinstance(flat, str):
-                session.tell_flat(turn, flat + answer.reply.decoded)
+                session.tell_flat(turn, flat, answer.reply.decoded)
             else:
-                session.tell_flat(turn, flat + written(turn.tokens.tolist()))
+                session.tell_flat(turn, flat, answer.written_tokens())
 
         return Order(Place(session, task, parent, observed, b"", context), answer, shape, tell)
 

@@ -49,10 +49,21 @@ def _ids(values: Sequence[int] = ()) -> "array[int]":
     return array("i", values)
 
 
-def _digest(flat: str | bytes) -> bytes:
-    if isinstance(flat, str):
-        return xxhash.xxh3_128_digest(flat.encode())
-    return xxhash.xxh3_128_digest(flat, 1)  # ids, not the same digits as a text
+def _pack_versions(versions: Sequence[int]) -> "array[int]":
+    """They are nearly always the same."""
+    count = len(versions)
+    if count and versions.count(versions[0]) == count:
+        return array("i", (versions[0],)) * count
+    return pack(versions)
+
+
+def _digest(*flat: str | bytes | memoryview) -> bytes:
+    """Of pieces of one text, or of one list of ids, one behind the other."""
+    # ids are not the same digits as a text
+    hashed = xxhash.xxh3_128(seed=0 if isinstance(flat[0], str) else 1)
+    for piece in flat:
+        hashed.update(piece.encode() if isinstance(piece, str) else piece)
+    return hashed.digest()
 
 
 @dataclass(slots=True, eq=False)
@@ -143,9 +154,10 @@ class Session:
     def match_flat(self, prompt: str | bytes) -> tuple[Turn | None, int]:
         """As `match`, for the prompt of a completion, as text or as `written_ids`: the longest that was told before,
         and its characters or bytes."""
+        flat = prompt if isinstance(prompt, str) else memoryview(prompt)
         for length in sorted(self._told_flat, reverse=True):
-            if length <= len(prompt):
-                turn = self._told_flat[length].get(_digest(prompt[:length]))
+            if length <= len(flat):
+                turn = self._told_flat[length].get(_digest(flat[:length]))
                 if turn is not None:
                     return turn, length
         return None, 0
@@ -182,7 +194,7 @@ class Session:
         finish_reason: str,
     ) -> None:
         """Take what the engine sampled."""
-        turn.tokens, turn.versions = pack(tokens), pack(versions)
+        turn.tokens, turn.versions = pack(tokens), _pack_versions(versions)
         turn.logprobs = array("d")
         turn.logprobs.frombytes(struct.pack(f"{len(logprobs)}d", *logprobs))
         if not len(turn.tokens) == len(turn.logprobs) == len(turn.versions):
@@ -200,9 +212,9 @@ class Session:
         two with the same the later one is gone on with."""
         self._told[told] = turn
 
-    def tell_flat(self, turn: Turn, told: str | bytes) -> None:
-        """As `tell`, of a completion: `told` is its prompt with what was told behind it."""
-        self._told_flat.setdefault(len(told), {})[_digest(told)] = turn
+    def tell_flat(self, turn: Turn, *told: str | bytes) -> None:
+        """As `tell`, of a completion: `told` is its prompt with what was told behind it, in one piece or several."""
+        self._told_flat.setdefault(sum(map(len, told)), {})[_digest(*told)] = turn
 
     def abandon(self, turn: Turn) -> None:
         """It came to nothing: the client went, or no engine answered. Nothing of it stays but its prompt's tokens,
