@@ -30,7 +30,6 @@ from slimerl.engine.protocol import (
     read_version,
 )
 from slimerl.engine.streams import StreamedAnswer, StreamRefused
-from slimerl.resilience.time_limit import TimeLimits
 
 _KEEP_ALIVE_S = 2.0
 """Below the server's 5 s: it must never close a connection that a request is just being written to."""
@@ -79,7 +78,6 @@ class EngineClient:
         self.engine_id = engine_id
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        self._limits = TimeLimits()
         headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
         self._connections = Connections(self.url, headers, _KEEP_ALIVE_S)
         self._dialect: UpdateDialect | None = None
@@ -295,8 +293,7 @@ class EngineClient:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         data = None if body is None else msgspec.json.encode(body)
         try:
-            with self._limits.within(limit_s):
-                status, content = await self._connections.request(method, endpoint, data, take)
+            status, content = await self._connections.request(method, endpoint, data, take, limit_s)
         except TimeoutError:
             raise EngineTimeout(
                 self.engine_id,

@@ -107,6 +107,29 @@ def test_a6_a_cancelled_request_takes_its_connection_with_it():
     asyncio.run(run())
 
 
+def test_a_request_that_takes_too_long_takes_its_connection_with_it():
+    release = asyncio.Event()
+
+    async def slow(request: web.Request) -> web.Response:
+        if request.path == "/slow":
+            await release.wait()
+        return web.Response(text=request.path)
+
+    async def run() -> None:
+        async with served(slow) as connections:
+            await connections.request("GET", "/warm", None, limit_s=60.0)
+            (kept,) = connections._open
+            asked = asyncio.ensure_future(connections.request("GET", "/slow", None, limit_s=0.05))
+            other = asyncio.ensure_future(connections.request("GET", "/slow", None, limit_s=60.0))
+            with pytest.raises(TimeoutError):
+                await asked
+            assert not kept.reusable
+            release.set()
+            assert await other == (200, b"/slow")
+
+    asyncio.run(run())
+
+
 def test_a_connection_that_idled_too_long_or_was_closed_is_not_used_again():
     async def run() -> None:
         async def close_every_second(request: web.Request) -> web.Response:
