@@ -6,7 +6,7 @@ Weight updates come in two dialects. From 0.5.21 on they stand between `begin_we
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -68,8 +68,7 @@ class ProtocolError(ValueError):
     """The server's answer is not what this version of the protocol promises."""
 
 
-@dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True):
     """`seed` keys the draw: the same seed and the same tokens give the same next token in any batch.
 
     `temperature` 0 takes the most likely token; its logprob is then the one at temperature 1.
@@ -85,7 +84,7 @@ class SamplingParams:
     score_alternatives: int = 0
     """The most likely tokens of each of these places that are listed beside; above the size of the vocabulary SGLang's
     scheduler ends."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Further sampling parameters of SGLang, as they stand."""
 
     def wire(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -49,8 +49,7 @@ _NAMED = 8
 """Requests that an error names at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct, frozen=True):
     request_id: str
     group: str
     tokens: Tokens
@@ -308,7 +307,8 @@ class Dispatcher:
             raise _NotSent
 
     async def _compute_prompt(self, engine_id: str, request: GenerateRequest) -> None:
-        alone = replace(request, params=SamplingParams(max_new_tokens=0, temperature=0.0), routing_from=None)
+        nothing = SamplingParams(max_new_tokens=0, temperature=0.0)
+        alone = msgspec.structs.replace(request, params=nothing, routing_from=None)
         try:
             await self._under_way.unless_lost(engine_id, self._ask(engine_id, alone, self._new_name(request), None))
         except TryFailed as failure:

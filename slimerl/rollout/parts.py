@@ -6,8 +6,10 @@ together have no more tokens than the sample may have; the draws of a sample are
 each token, so that under unchanged weights the parts are what one request would have given.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
+
+from msgspec.structs import replace
 
 from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.rollout.dispatch import GenerateRequest

@@ -11,7 +11,7 @@ its request in the engine and its reservation; a conversation never has more tok
 import asyncio
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -66,7 +66,7 @@ class _Routed:
     async def generate(
         self, request: GenerateRequest, started: Callable[[], None] = lambda: None, urgent: bool = False
     ) -> Completion:
-        params = request.params if self.seed is None else replace(request.params, seed=self.seed)
+        params = request.params if self.seed is None else msgspec.structs.replace(request.params, seed=self.seed)
         return await self.send(request.request_id, request.group, request.tokens, params, urgent, started)
 
     async def send(
