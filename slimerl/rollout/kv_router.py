@@ -78,6 +78,8 @@ class KvRouter:
     ) -> None:
         self.siblings = siblings
         self.moves = 0
+        self.version = -1
+        """Version that engines must serve; -1 before the first release."""
         self._roster = LeastLoaded(capacity)
         self._fleet = Fleet(capacity, clock)
         self._model = model or EngineModel()
@@ -91,11 +93,6 @@ class KvRouter:
         self._in_service: tuple[str, ...] = ()
 
     # --- engines
-
-    @property
-    def version(self) -> int:
-        """Version that engines must serve; -1 before the first release."""
-        return self._roster.version
 
     def join(self, engine: EngineInfo) -> None:
         """Add an engine, JOINING; one of the same id (a restarted engine) is replaced, its cache forgotten."""
@@ -126,6 +123,7 @@ class KvRouter:
     def release(self, version: int, whole: Iterable[str], dirty: Mapping[str, str]) -> None:
         """As `LeastLoaded.release`; all KV of an older version is forgotten."""
         self._roster.release(version, whole, dirty)
+        self.version = version
         self._plan = None
         if version != self._index.version:
             self._index.renew(version)

@@ -138,8 +138,8 @@ class Wire(asyncio.Transport):
 
 async def settled(path: HotPath) -> None:
     """Until nothing is being answered."""
-    while tasks := [each.answering for each in path.open if each.answering is not None]:
-        await asyncio.wait(tasks)
+    while under_way := [each.answered() for each in path.open if each.is_answering]:
+        await asyncio.wait(under_way)
         await asyncio.sleep(0)
 
 

@@ -45,10 +45,6 @@ class SessionError(RuntimeError):
         self.reason = reason
 
 
-def _ids(values: Sequence[int] = ()) -> "array[int]":
-    return array("i", values)
-
-
 def _pack_versions(versions: Sequence[int]) -> "array[int]":
     """They are nearly always the same."""
     count = len(versions)
@@ -74,9 +70,9 @@ class Turn:
     parent: "Turn | None"
     observed: "array[int]"
     """Tokens that stand between the parent's and the sampled ones; for the first turn the prompt."""
-    tokens: "array[int]" = field(default_factory=_ids)
-    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
-    versions: "array[int]" = field(default_factory=_ids)
+    tokens: "array[int]" = field(default_factory=array("i").__copy__)
+    logprobs: "array[float]" = field(default_factory=array("d").__copy__)
+    versions: "array[int]" = field(default_factory=array("i").__copy__)
     finish_reason: str = ""
     """Empty while it is under way."""
     length: int = 0
