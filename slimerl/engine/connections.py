@@ -8,6 +8,7 @@ was not read to its end, is never used again; nor is one that has idled so long 
 
 import asyncio
 import math
+import re
 import sys
 import time
 from collections import deque
@@ -19,6 +20,8 @@ from urllib.parse import urlsplit
 from slimerl.resilience.time_limit import TimeLimits
 
 MAX_HEAD_BYTES = 64 * 2**10
+_FIELDS = re.compile(rb"\r\n(content-length|transfer-encoding|connection):([^\r]*)")
+"""Of a head in small letters."""
 
 Take = Callable[[bytes], None]
 """Given pieces of a body as they come."""
@@ -214,12 +217,13 @@ class _Connection(asyncio.Protocol):
             self._finish(body)
 
     def _begin(self, status: int, head: bytes) -> None:
+        fields = dict(_FIELDS.findall(head))
         self._status = status
-        self._chunked = b"chunked" in _field(head, b"transfer-encoding")
-        length = _field(head, b"content-length")
-        self._length = 0 if status in (204, 304) else _size(length, 10) if length else None
+        self._chunked = b"chunked" in fields.get(b"transfer-encoding", b"")
+        length = fields.get(b"content-length")
+        self._length = 0 if status in (204, 304) else _size(length, 10) if length is not None else None
         self._chunks.clear()
-        if b"close" in _field(head, b"connection") or head.startswith(b"http/1.0"):
+        if b"close" in fields.get(b"connection", b"") or head.startswith(b"http/1.0"):
             self.reusable = False
 
     def _read_chunks(self) -> None:
@@ -264,16 +268,6 @@ class _Connection(asyncio.Protocol):
             self._answer.set_exception(error)
         with suppress(OSError):
             self.abort()
-
-
-def _field(head: bytes, name: bytes) -> bytes:
-    """Value of a header, in a head of small letters; empty: there is none."""
-    begin = head.find(b"\r\n%b:" % name)
-    if begin < 0:
-        return b""
-    begin += len(name) + 3
-    end = head.find(b"\r\n", begin)
-    return (head[begin:] if end < 0 else head[begin:end]).strip()
 
 
 def _size(text: bytes, base: int) -> int:

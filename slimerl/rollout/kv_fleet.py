@@ -228,9 +228,13 @@ class Fleet:
         self._price(seat)
 
     def _price(self, seat: Seat) -> None:
-        seat.closed_s = self._closed_s(seat) if self.open(seat) else math.inf
-        seat.decode_s = seat.model.step_per_request_s * seat.load + seat.model.step_per_kv_token_s * seat.kv
-        self._closed[seat.slot], self._decode[seat.slot] = seat.closed_s, seat.decode_s
+        closed_s = self._closed_s(seat) if self.open(seat) else math.inf
+        if closed_s != seat.closed_s:
+            self._closed[seat.slot] = seat.closed_s = closed_s
+        model = seat.model
+        self._decode[seat.slot] = seat.decode_s = (
+            model.step_per_request_s * seat.load + model.step_per_kv_token_s * seat.kv
+        )
 
     def _closed_s(self, seat: Seat) -> float:
         """Of an engine that is open."""

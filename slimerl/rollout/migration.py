@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from slimerl.engine.client import EngineError
 from slimerl.engine.protocol import Generation
 from slimerl.rollout.engines import Engines
@@ -27,8 +29,7 @@ ABORT_S = 5.0
 """For an engine to accept an abort."""
 
 
-@dataclass(slots=True, eq=False)
-class Asked:
+class Asked(msgspec.Struct, eq=False):
     """A request that an engine has. `name`: as the engine knows it."""
 
     name: str

@@ -18,8 +18,12 @@ Invariants: nothing is found under another version than it was inserted under; a
 The index is advice: a wrong entry costs a prefill, never a wrong token.
 """
 
-from collections import OrderedDict
+from array import array
+from bisect import bisect_left
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import groupby, repeat
+from struct import Struct
 
 from xxhash import xxh3_64_intdigest
 
@@ -27,6 +31,8 @@ from slimerl.samples.written_ids import Tokens, WrittenIds, pack
 
 BLOCK_TOKENS = 64
 """Fine enough to tell prompts apart that share a system prompt, coarse enough that 4k tokens are 64 look-ups."""
+_BLOCK = Struct(f"{BLOCK_TOKENS * array('i').itemsize}s")
+"""Of packed ids, as bytes."""
 _WITNESSES = 4
 """Blocks of a known prefix that are hashed again before the rest is believed: its ends and two in between."""
 
@@ -47,33 +53,31 @@ def hash_blocks(tokens: Tokens, known: Sequence[int] = ()) -> list[int]:
 
 
 def _hashed(tokens: Tokens, known: Sequence[int]) -> list[int]:
-    blocks = len(tokens) // BLOCK_TOKENS
-    count = min(len(known), blocks)
-    if count and not _agrees(tokens, known, count):
+    ids = memoryview(tokens.packed) if isinstance(tokens, WrittenIds) else tokens
+    count = min(len(known), len(ids) // BLOCK_TOKENS)
+    if count and not _agrees(ids, known, count):
         count = 0
     keys = list(known[:count])
     key = keys[-1] if keys else 0
-    new = _packed(tokens, count, blocks)
-    for start in range(0, len(new), BLOCK_TOKENS):
-        key = xxh3_64_intdigest(new[start : start + BLOCK_TOKENS], key)
+    whole = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
+    for (block,) in _BLOCK.iter_unpack(_packed(ids[count * BLOCK_TOKENS : whole])):
+        key = xxh3_64_intdigest(block, key)
         keys.append(key)
     return keys
 
 
-def _packed(tokens: Tokens, begin: int, end: int) -> memoryview:
-    """Blocks from `begin` to `end`, as integers of the machine."""
-    first, last = begin * BLOCK_TOKENS, end * BLOCK_TOKENS
-    if isinstance(tokens, WrittenIds):
-        return memoryview(tokens.packed)[first:last]
-    return memoryview(pack(tokens[first:last]))
+def _packed(ids: tuple[int, ...] | memoryview) -> memoryview:
+    """As integers of the machine, which is what is hashed."""
+    return ids if isinstance(ids, memoryview) else memoryview(pack(ids))
 
 
-def _agrees(tokens: Tokens, known: Sequence[int], count: int) -> bool:
+def _agrees(ids: tuple[int, ...] | memoryview, known: Sequence[int], count: int) -> bool:
     """The last block first: it differs whenever the history was shortened or lengthened before it."""
-    for witness in range(_WITNESSES, 0, -1):
-        block = (count - 1) * (witness - 1) // (_WITNESSES - 1)
-        before = known[block - 1] if block else 0
-        if xxh3_64_intdigest(_packed(tokens, block, block + 1), before) != known[block]:
+    for witness in range(_WITNESSES - 1, -1, -1):
+        block = (count - 1) * witness // (_WITNESSES - 1)
+        start = block * BLOCK_TOKENS
+        key = xxh3_64_intdigest(_packed(ids[start : start + BLOCK_TOKENS]), known[block - 1] if block else 0)
+        if key != known[block]:
             return False
     return True
 
@@ -123,15 +127,16 @@ class PrefixIndex:
         held = self._recent.get(slot)
         if held is None or version != self._version:
             return
-        bit = 1 << slot
-        holders = self._holders
-        # From the end to the start: a prefix stays longer than what continues it.
-        for key in reversed(keys[: self._bounds[slot]]):
-            if key in held:
-                held.move_to_end(key)
-            else:
-                held[key] = None
-                holders[key] = holders.get(key, 0) | bit
+        bit, holders = 1 << slot, self._holders
+        keys = keys[: self._bounds[slot]]
+        # what is held of them is a prefix: its ends go first
+        known = bisect_left(keys, True, key=lambda key: key not in held)
+        new = keys[known:]
+        for key in new:
+            holders[key] = holders.get(key, 0) | bit
+        # from the end to the start: a prefix stays longer than what continues it
+        held.update(dict.fromkeys(reversed(new)))
+        deque(map(held.move_to_end, reversed(keys[:known])), maxlen=0)
         while len(held) > self._bounds[slot]:
             self._forget(held.popitem(last=False)[0], slot)
 
@@ -139,17 +144,15 @@ class PrefixIndex:
         """Slot → leading blocks that it holds, without the slots that hold none."""
         found: dict[int, int] = {}
         alive = self._everyone if version == self._version else 0
-        holders = self._holders
         depth = 0
-        for key in keys:
-            holding = holders.get(key, 0) & alive
-            if holding != alive:
+        for holding, run in groupby(map(self._holders.get, keys, repeat(0))):
+            if holding & alive != alive:
                 if depth:
                     _note(found, alive & ~holding, depth)
-                alive = holding
+                alive &= holding
                 if not alive:
                     return found
-            depth += 1
+            depth += len(list(run))
         if depth:
             _note(found, alive, depth)
         return found

@@ -4,7 +4,7 @@ Flows in: a reply, its tokens and what engines said. Flows out: JSON bodies, who
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -27,8 +27,7 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + encode(body) + b"\n\n"
 
 
-@dataclass
-class Answer:
+class Answer(msgspec.Struct, eq=False):
     """One reply on its way to a client."""
 
     answer_id: str
@@ -36,7 +35,7 @@ class Answer:
     wanted: Wanted
     reply: Reply
     prompt_tokens: int = 0
-    parts: list[Generation] = field(default_factory=list)
+    parts: list[Generation] = msgspec.field(default_factory=list)
     """In the order in which they were told, or came."""
     finish_reason: str = ""
     told_parts: int = 0

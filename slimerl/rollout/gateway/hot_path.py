@@ -231,12 +231,10 @@ def _head(data: bytes) -> tuple[int, str, str] | None:
     """Length of the body, and the headers that the answer depends on; None: more is asked for than is known here, or
     it is not plain HTTP."""
     lines = data.decode("utf-8", "surrogateescape").split("\r\n")
-    headers: dict[str, str] = {}
-    for line in lines[1:]:
-        field = _field(line)
-        if field is None or field[0] in headers:
-            return None
-        headers[field[0]] = field[1]
+    fields = list(map(_field, lines[1:]))
+    headers = dict(fields)
+    if len(headers) != len(fields) or "" in headers:
+        return None
     length = headers.get("content-length", "")
     if not (length.isascii() and length.isdigit()) or len(length) > 12 or not _FOREIGN.isdisjoint(headers):
         return None
@@ -246,10 +244,10 @@ def _head(data: bytes) -> tuple[int, str, str] | None:
 
 
 @lru_cache(maxsize=4096)
-def _field(line: str) -> tuple[str, str] | None:
-    """Name and value of a header; None: it is none. All but one or two of a client are the same in every request."""
+def _field(line: str) -> tuple[str, str]:
+    """Name and value of a header; empty: it is none. All but one or two of a client are the same in every request."""
     name, colon, value = line.partition(":")
     name = name.lower()
     if not colon or not name or name.strip() != name or "\n" in line or "\r" in line:
-        return None
+        return "", ""
     return name, value.strip(" \t")

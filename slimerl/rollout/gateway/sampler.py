@@ -51,8 +51,7 @@ class Place(msgspec.Struct, frozen=True):
     """All tokens that it is sampled from, where the client has sent them; they are those of parent and `observed`."""
 
 
-@dataclass
-class _Routed:
+class _Routed(msgspec.Struct, eq=False):
     """The dispatcher, as one turn has it."""
 
     dispatcher: Generates

@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import xxhash
 
 from slimerl.samples.written_ids import pack
@@ -62,17 +63,16 @@ def _digest(*flat: str | bytes | memoryview) -> bytes:
     return hashed.digest()
 
 
-@dataclass(slots=True, eq=False)
-class Turn:
+class Turn(msgspec.Struct, eq=False):
     """`number`: in its session, in the order in which they were begun."""
 
     number: int
     parent: "Turn | None"
     observed: "array[int]"
     """Tokens that stand between the parent's and the sampled ones; for the first turn the prompt."""
-    tokens: "array[int]" = field(default_factory=array("i").__copy__)
-    logprobs: "array[float]" = field(default_factory=array("d").__copy__)
-    versions: "array[int]" = field(default_factory=array("i").__copy__)
+    tokens: "array[int]" = msgspec.field(default_factory=array("i").__copy__)
+    logprobs: "array[float]" = msgspec.field(default_factory=array("d").__copy__)
+    versions: "array[int]" = msgspec.field(default_factory=array("i").__copy__)
     finish_reason: str = ""
     """Empty while it is under way."""
     length: int = 0
