@@ -1,6 +1,7 @@
 """/generate without the framework: the same answers, whatever the way in, and connections that do not get lost."""
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimerl.rollout.gateway import hot_path
+from slimerl.rollout.gateway.answers import Answer
 from slimerl.rollout.gateway.hot_path import HotPath
 
 PROMPT = ids("How many?")
@@ -260,3 +262,18 @@ def test_a_connection_on_which_nothing_is_asked_ends(monkeypatch):
         assert wire.aborted
 
     asyncio.run(run())
+
+
+def test_what_was_answered_is_let_go_without_a_collection():
+    async def act(front: Front) -> None:
+        body = json.dumps({"input_ids": PROMPT, "sampling_params": {"sampling_seed": 5}}).encode()
+        gc.disable()
+        try:
+            for number in range(3):
+                ((status, _),) = await exchange(front, head(len(body), f"s{number}") + body)
+                assert status == 200
+            assert not [each for each in gc.get_objects() if isinstance(each, Answer)]
+        finally:
+            gc.enable()
+
+    play(act, engines=1)

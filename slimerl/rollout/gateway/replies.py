@@ -34,6 +34,8 @@ class Reply(msgspec.Struct, eq=False):
     reads_calls: bool = False
     call_prefix: str = "call_"
     step: Step | None = None
+    trusts_text: bool = False
+    """What an engine says that all tokens together are is not decoded again."""
     tokens: list[int] = msgspec.field(default_factory=list)
     calls: list[dict[str, Any]] = msgspec.field(default_factory=list)
     malformed_call: bool = False
@@ -53,12 +55,13 @@ class Reply(msgspec.Struct, eq=False):
         """What was told as text; after `end` all of it."""
         return "".join(self._texts)
 
-    def take(self, tokens: Sequence[int]) -> bool:
-        """The next tokens; whether a stop text is now in the reply."""
+    def take(self, tokens: Sequence[int], text: object = None) -> bool:
+        """The next tokens, and their text where their engine has said it; whether a stop text is now in the reply."""
         self.tokens.extend(tokens)
         before = len(self.decoded)
         if self.step is None:
-            self.decoded, before = self.decode(self.tokens), 0
+            told = text if self.trusts_text and isinstance(text, str) and len(tokens) == len(self.tokens) else ""
+            self.decoded, before = told or self.decode(self.tokens), 0
         else:
             for number, token in enumerate(tokens, len(self.tokens) - len(tokens) + 1):
                 if text := self.step(token):

@@ -87,12 +87,12 @@ class _Routed(msgspec.Struct, eq=False):
             self._tell(rest)
         else:
             self.answer.parts.append(rest)
-            self.stopped = await asyncio.to_thread(reply.take, rest.tokens)
+            self.stopped = await asyncio.to_thread(reply.take, rest.tokens, rest.answer.get("text"))
         return completion
 
     def _tell(self, new: Generation) -> None:
         self.answer.parts.append(new)
-        self.stopped = self.answer.reply.take(new.tokens)
+        self.stopped = self.answer.reply.take(new.tokens, new.answer.get("text"))
         self.told()
 
 
