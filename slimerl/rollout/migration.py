@@ -87,7 +87,7 @@ class Migration:
     def even_out(self) -> None:
         """Take back what the router advises to move."""
         self._planned = None
-        if self._leaving or not self.allowed():
+        if self._leaving or not self.allowed() or not any(asked.divisible for asked in self._asked.values()):
             return
         self._advised_s = asyncio.get_running_loop().time()
         for move in self.router.tail_moves(running_too=False):
