@@ -49,6 +49,8 @@ class Migration:
     """Requests taken back since the start."""
     _asked: dict[int, Asked] = field(default_factory=dict)
     """By the number of their reservation."""
+    _divisible: int = 0
+    """So many of these are."""
     _leaving: set[int] = field(default_factory=set)
     """Of these, those that were taken back."""
     _aborts: "set[asyncio.Task[None]]" = field(default_factory=set)
@@ -59,10 +61,11 @@ class Migration:
 
     def sent(self, slot: Reservation, name: str, divisible: bool) -> Asked:
         asked = self._asked[slot.number] = Asked(name, divisible)
+        self._divisible += divisible
         return asked
 
     def ended(self, slot: Reservation) -> None:
-        del self._asked[slot.number]
+        self._divisible -= self._asked.pop(slot.number).divisible
         self._leaving.discard(slot.number)
 
     def waited(self, slot: Reservation, asked: Asked, generation: Generation) -> bool:
@@ -87,7 +90,7 @@ class Migration:
     def even_out(self) -> None:
         """Take back what the router advises to move."""
         self._planned = None
-        if self._leaving or not self.allowed() or not any(asked.divisible for asked in self._asked.values()):
+        if self._leaving or not self.allowed() or not self._divisible:
             return
         self._advised_s = asyncio.get_running_loop().time()
         for move in self.router.tail_moves(running_too=False):

@@ -8,7 +8,6 @@ draws are keyed by the sample's seed and the position of each token, whatever th
 interrupted, by new weights or the end of a chunk, goes on where it was.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -187,7 +186,7 @@ class Policy:
             )
         fork, watcher = self.watcher.forked(Sample(fork_id, sample.group_id, sample.prompt_id, tuple(prompt_tokens)))
         params = replace(self.parts.params, max_new_tokens=budget - len(prompt_tokens))
-        parts = dataclasses.replace(self.parts, params=params)
+        parts = replace(self.parts, params=params)
         policy = Policy(fork, parts, self.dispatcher, watcher, self.urgent, self.label)
         self._forks.append(policy)
         return policy
