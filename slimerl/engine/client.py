@@ -28,6 +28,7 @@ from slimerl.engine.protocol import (
     read_answer,
     read_generation,
     read_version,
+    written_body,
 )
 from slimerl.engine.streams import StreamedAnswer, StreamRefused
 
@@ -122,7 +123,7 @@ class EngineClient:
         if told is not None:
             return await self._stream({**body, "stream": True}, told, timeout_s)
         try:
-            return await self._call("POST", Endpoint.GENERATE, body, timeout_s, read=read_answer)
+            return await self._call("POST", Endpoint.GENERATE, written_body(body), timeout_s, read=read_answer)
         except (EngineTimeout, asyncio.CancelledError):
             await self._abort_abandoned(request_id)
             raise
@@ -134,7 +135,7 @@ class EngineClient:
     ) -> Generation:
         streamed = StreamedAnswer(told)
         try:
-            whole = await self._call("POST", Endpoint.GENERATE, body, timeout_s, streamed.feed)
+            whole = await self._call("POST", Endpoint.GENERATE, written_body(body), timeout_s, streamed.feed)
             if whole is None:
                 return streamed.generation()
             generation = read_generation(whole)  # from a server that does not stream
@@ -275,25 +276,25 @@ class EngineClient:
     # --- transport
 
     async def _post(self, endpoint: Endpoint, body: dict | None, timeout_s: float | None) -> Any:
-        return await self._call("POST", endpoint, body, timeout_s)
+        data = () if body is None else (msgspec.json.encode(body),)
+        return await self._call("POST", endpoint, data, timeout_s)
 
     async def _get(self, endpoint: Endpoint, timeout_s: float | None) -> Any:
-        return await self._call("GET", endpoint, None, timeout_s)
+        return await self._call("GET", endpoint, (), timeout_s)
 
     async def _call(
         self,
         method: str,
         endpoint: Endpoint,
-        body: dict | None,
+        body: Sequence[bytes | memoryview],
         timeout_s: float | None,
         take: Take | None = None,
         read: Callable[[bytes], Any] = _parsed,
     ) -> Any:
-        """`read`: of an answer's body; what it raises is raised."""
+        """`body`: in pieces; `read`: of an answer's body; what it raises is raised."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        data = None if body is None else msgspec.json.encode(body)
         try:
-            status, content = await self._connections.request(method, endpoint, data, take, limit_s)
+            status, content = await self._connections.request(method, endpoint, body, take, limit_s)
         except TimeoutError:
             raise EngineTimeout(
                 self.engine_id,

@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import cast
 from urllib.parse import urlsplit
@@ -53,11 +53,17 @@ class Connections:
         self._open: set[_Connection] = set()
 
     async def request(
-        self, method: str, path: str, body: bytes | None, take: Take | None = None, limit_s: float = math.inf
+        self,
+        method: str,
+        path: str,
+        body: Sequence[bytes | memoryview] = (),
+        take: Take | None = None,
+        limit_s: float = math.inf,
     ) -> tuple[int, bytes]:
         """Status and body of the answer.
 
         Args:
+            body: in pieces, one behind the other.
             take: given the body chunk by chunk, where it comes in chunks and with status 200; the body that is returned
                 is empty then. What it raises ends the request, and is raised.
             limit_s: for the answer, and before that for a connection where there is none.
@@ -66,15 +72,15 @@ class Connections:
             ConnectionLost: see there; whether the request has had an effect is not known.
             TimeoutError: likewise.
         """
-        data = body or b""
-        head = f"{method} {path} HTTP/1.1\r\n{self._head}\r\nContent-Length: {len(data)}\r\n\r\n".encode("latin-1")
+        length = sum(map(len, body))
+        head = f"{method} {path} HTTP/1.1\r\n{self._head}\r\nContent-Length: {length}\r\n\r\n".encode("latin-1")
         connection = self._kept()
         if connection is None:
             with self._limits.within(limit_s):
                 connection = await self._connected()
         line = self._limits.join(connection, limit_s)
         try:
-            answer = await connection.ask(head + data, take)
+            answer = await connection.ask(b"".join((head, *body)), take)
         except BaseException:
             connection.abort()
             raise

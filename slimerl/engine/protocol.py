@@ -124,9 +124,10 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: str, extra: Mapping[str, Any]) -> dict:
+    """To be written by `written_body`; ids that are written already stay as they are."""
     body: dict[str, Any] = {
         "rid": request_id,
-        "input_ids": input_ids.json() if isinstance(input_ids, WrittenIds) else list(input_ids),
+        "input_ids": input_ids if isinstance(input_ids, WrittenIds) else list(input_ids),
         "sampling_params": params.wire(),
         "return_logprob": True,
         "stream": False,
@@ -138,6 +139,17 @@ def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: 
     return {**body, **extra}
 
 
+def written_body(body: dict[str, Any]) -> Sequence[bytes | memoryview]:
+    """JSON, in pieces: ids that are written already, which are nearly all of it, are not copied."""
+    ids = body.get("input_ids")
+    if not isinstance(ids, WrittenIds):
+        return (_write(body),)
+    rest = _write({**body, "input_ids": ()})
+    at = rest.index(_NO_IDS) + len(_NO_IDS) - 1
+    return memoryview(rest)[:at], memoryview(ids.text)[:-1], memoryview(rest)[at:]
+
+
+_NO_IDS = b'"input_ids":[]'
 _IDS, _PAIRS = b'"output_ids":[', b'"output_token_logprobs":[['
 _read_any = msgspec.json.Decoder().decode
 _write = msgspec.json.Encoder().encode

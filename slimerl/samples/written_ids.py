@@ -34,10 +34,6 @@ class WrittenIds(Sequence[int]):
         self.keys: list[int] | None = None
         """Of its blocks, for who hashes them (`rollout/prefix_index`): once for all requests with it."""
 
-    def json(self) -> msgspec.Raw:
-        """For a JSON encoder: the whole list."""
-        return msgspec.Raw(b"".join((b"[", memoryview(self.text)[:-1], b"]")))
-
     def __len__(self) -> int:
         return len(self.packed)
 
@@ -69,9 +65,12 @@ def written(ids: Sequence[int]) -> bytes:
     return _write(ids)[1:-1] + b"," if ids else b""
 
 
-def canonical(inside: bytes) -> bytes:
-    """The text for what stands between the brackets of a list; as far as `read` can tell whether it is one."""
-    return inside.replace(b", ", b",") + b"," if b" " in inside else inside + b","
+def canonical(data: bytes, begin: int, end: int) -> bytes:
+    """The text for what stands from `begin` to `end`, between the brackets of a list; as far as `read` can tell whether
+    it is one."""
+    if data.find(b" ", begin, end) >= 0:
+        return data[begin:end].replace(b", ", b",") + b","
+    return b"%b," % memoryview(data)[begin:end]
 
 
 def read(text: bytes) -> "array[int]":

@@ -148,7 +148,7 @@ def cut_generate(data: bytes) -> tuple[GenerateBody, bytes | None]:
         body = None
     if end < 0 or body is None or body.input_ids != [] or data.find(b'input_ids"', end) >= 0:
         return read_body(data, GenerateBody), None
-    return body, canonical(data[begin:end])
+    return body, canonical(data, begin, end)
 
 
 def read_chat(body: ChatBody, temperature: float) -> Wanted:
