@@ -15,7 +15,7 @@ import msgspec
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
-_read_ids = msgspec.json.Decoder(list[TokenId]).decode
+_read_ids = msgspec.json.Decoder(list[int]).decode
 _write = msgspec.json.Encoder().encode
 
 
@@ -81,15 +81,15 @@ def read(text: bytes) -> "array[int]":
     """
     if not text:
         return array("i")
-    if text.translate(None, b"0123456789,"):
-        raise NotPlain(f"not ids with commas between them: {text[:80]!r}")
+    if text.translate(None, b"0123456789,") or not text.endswith(b","):
+        raise NotPlain(f"not ids with commas behind them: {text[:80]!r}")
     try:
-        ids = _read_ids(b"[%b]" % text[:-1])
-    except msgspec.MsgspecError as error:
+        packed = pack(_read_ids(b"[%b]" % text[:-1]))
+    except (msgspec.MsgspecError, struct.error) as error:
         raise NotPlain(str(error)) from None
-    if len(ids) != text.count(b","):
+    if not packed:
         raise NotPlain("a comma without an id before it")
-    return pack(ids)
+    return packed
 
 
 def pack(ids: Sequence[int]) -> "array[int]":
