@@ -6,6 +6,7 @@ the same length: their times end in the order in which they began, and nearly al
 """
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from types import TracebackType
@@ -51,6 +52,7 @@ class _Limit:
         self._limits = limits
         self._seconds = seconds
         self._late = False
+        self.ends_s = math.inf
 
     def __enter__(self) -> None:
         task = asyncio.current_task()

@@ -70,7 +70,7 @@ def canonical(data: bytes, begin: int, end: int) -> bytes:
     it is one."""
     if data.find(b" ", begin, end) >= 0:
         return data[begin:end].replace(b", ", b",") + b","
-    return b"%b," % memoryview(data)[begin:end]
+    return b"".join((memoryview(data)[begin:end], b","))
 
 
 def read(text: bytes) -> "array[int]":
