@@ -65,9 +65,8 @@ def written(ids: Sequence[int]) -> bytes:
     return _write(ids)[1:-1] + b"," if ids else b""
 
 
-def canonical(data: bytes, begin: int, end: int) -> bytes:
-    """The text for what stands from `begin` to `end`, between the brackets of a list; as far as `read` can tell whether
-    it is one."""
+def canonical(data: bytes, begin: int = 0, end: int | None = None) -> bytes:
+    """The text for what stands there between the brackets of a list; as far as `read` can tell whether it is one."""
     if data.find(b" ", begin, end) >= 0:
         return data[begin:end].replace(b", ", b",") + b","
     return b"".join((memoryview(data)[begin:end], b","))
