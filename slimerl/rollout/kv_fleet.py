@@ -228,10 +228,15 @@ class Fleet:
         self._price(seat)
 
     def _price(self, seat: Seat) -> None:
-        closed_s = self._closed_s(seat) if self.open(seat) else math.inf
+        model = seat.model
+        if not seat.serving or seat.load >= self.capacity:
+            closed_s = math.inf
+        elif seat.load < model.slots and seat.kv <= KV_FREE_USE * model.kv_tokens:
+            closed_s = 0.0
+        else:
+            closed_s = self._closed_s(seat)
         if closed_s != seat.closed_s:
             self._closed[seat.slot] = seat.closed_s = closed_s
-        model = seat.model
         self._decode[seat.slot] = seat.decode_s = (
             model.step_per_request_s * seat.load + model.step_per_kv_token_s * seat.kv
         )

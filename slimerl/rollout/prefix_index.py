@@ -41,7 +41,7 @@ def hash_blocks(tokens: Tokens, known: Sequence[int] = ()) -> list[int]:
     """Keys of the whole blocks of `tokens`; those of `known` are taken over, so that only new tokens are hashed.
 
     Args:
-        tokens: token ids of a prompt.
+        tokens: token ids of a prompt, below 2^31.
         known: keys of an earlier prompt that may be a prefix of this one (the turn before, a sibling). It is believed
             after `_WITNESSES` of its blocks were hashed again and agree; where they do not, everything is hashed.
     """
@@ -73,11 +73,10 @@ def _packed(ids: tuple[int, ...] | memoryview) -> memoryview:
 
 def _agrees(ids: tuple[int, ...] | memoryview, known: Sequence[int], count: int) -> bool:
     """The last block first: it differs whenever the history was shortened or lengthened before it."""
-    for witness in range(_WITNESSES - 1, -1, -1):
-        block = (count - 1) * witness // (_WITNESSES - 1)
-        start = block * BLOCK_TOKENS
-        key = xxh3_64_intdigest(_packed(ids[start : start + BLOCK_TOKENS]), known[block - 1] if block else 0)
-        if key != known[block]:
+    for part in range(_WITNESSES - 1, -1, -1):
+        block = (count - 1) * part // (_WITNESSES - 1)
+        witness = ids[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+        if xxh3_64_intdigest(_packed(witness), known[block - 1] if block else 0) != known[block]:
             return False
     return True
 

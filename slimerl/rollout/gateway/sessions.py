@@ -273,7 +273,8 @@ class Sessions:
         if self._sessions.get(session.session_id) is session:
             self._tokens += session.tokens - session.counted
             session.counted = session.tokens
-            self._make_room(self.max_sessions)
+            if self.is_full():
+                self._make_room(self.max_sessions)
 
     def close(self, session_id: str) -> Session | None:
         """Take a session out."""
