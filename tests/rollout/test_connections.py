@@ -83,17 +83,23 @@ def test_hundreds_of_requests_at_once_get_each_its_own_answer():
     asyncio.run(run())
 
 
-def test_a6_a_cancelled_request_takes_its_connection_with_it():
-    """Fault: the answer to an abandoned request comes later, and must not become that of the next."""
-    release = asyncio.Event()
+def slow_until(release: asyncio.Event) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Answers with the path, that of /slow not before `release`."""
 
-    async def slow(request: web.Request) -> web.Response:
+    async def answer(request: web.Request) -> web.Response:
         if request.path == "/slow":
             await release.wait()
         return web.Response(text=request.path)
 
+    return answer
+
+
+def test_a6_a_cancelled_request_takes_its_connection_with_it():
+    """Fault: the answer to an abandoned request comes later, and must not become that of the next."""
+    release = asyncio.Event()
+
     async def run() -> None:
-        async with served(slow) as connections:
+        async with served(slow_until(release)) as connections:
             await connections.request("GET", "/warm", ())
             asking = asyncio.ensure_future(connections.request("GET", "/slow", ()))
             await asyncio.sleep(0.05)
@@ -110,13 +116,8 @@ def test_a6_a_cancelled_request_takes_its_connection_with_it():
 def test_a_request_that_takes_too_long_takes_its_connection_with_it():
     release = asyncio.Event()
 
-    async def slow(request: web.Request) -> web.Response:
-        if request.path == "/slow":
-            await release.wait()
-        return web.Response(text=request.path)
-
     async def run() -> None:
-        async with served(slow) as connections:
+        async with served(slow_until(release)) as connections:
             await connections.request("GET", "/warm", (), limit_s=60.0)
             (kept,) = connections._open
             asked = asyncio.ensure_future(connections.request("GET", "/slow", (), limit_s=0.05))
