@@ -203,15 +203,15 @@ def prepare(
     Example:
       slimerl prepare configs/quickstart.yaml
     """
-    from slimerl.conductor.reach import job_faults, reach_faults, unwatched_faults
+    from slimerl.conductor.reach import reach_faults, unwatched_faults
     from slimerl.conductor.run import prepare as make_ready
     from slimerl.conductor.run_directory import RunDirectoryTaken
     from slimerl.telemetry.run_log import RecordDamaged
 
     loaded = _loaded(spec, overrides)
     nodes = loaded.trainer_nodes + loaded.engine_nodes
-    of_job = [*job_faults(loaded), *reach_faults(loaded, nodes)] if cluster else []
-    if faults := [*unwatched_faults(loaded), *of_job]:
+    between = reach_faults(loaded, nodes) if cluster else ()
+    if faults := [*unwatched_faults(loaded), *between]:
         _fail("\n".join(faults), 2)
     try:
         typer.echo(make_ready(loaded, fresh))
@@ -243,6 +243,7 @@ def spec_get(
 @app.command()
 def stop(run_dir: RunDirectory) -> None:
     """Ask the run of RUN_DIR to save a checkpoint at the end of its step, and to end. Started again, it goes on there.
+    With algorithm.reference_refresh_steps it ends at the next step that refreshes the reference model.
 
     Exit code 0: it is asked to; if its checkpoint fails, the run itself ends with an error. 2: RUN_DIR is no run's
     directory, no run holds it now, or the run keeps no checkpoints.

@@ -1,6 +1,8 @@
 """Print the documentation of all algorithms and their options as Markdown, from the tables of the package.
 
-.venv/bin/python tools/algorithm_table.py
+    python tools/algorithm_table.py
+
+It stands in slimerl/algorithms/README.md, too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,9 +82,7 @@ def document() -> str:
         ),
         "Divergence from the reference": ("On with `algorithm.kl_coef` above 0.", estimators()),
     }
-    return "\n".join(
-        f"### {title}\n\n{note}\n\n" + "\n".join(lines) + "\n" for title, (note, lines) in sections.items()
-    )
+    return "\n".join(f"## {title}\n\n{note}\n\n" + "\n".join(lines) + "\n" for title, (note, lines) in sections.items())
 
 
 if __name__ == "__main__":

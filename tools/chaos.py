@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -38,7 +39,7 @@ from slimerl.telemetry.run_log import METRICS_FILE
 
 CHECKPOINT_STEPS = 2
 START_S = 240.0
-LEFT = ("calm", "fire", "fire.log", "faults.jsonl")
+LEFT = ("calm", "fire", "fire.log", "faults.jsonl", "inside")
 """What a call leaves in its OUT."""
 COMPARED = ("train/loss", "rollout/mean_reward", "rollout/generated_tokens")
 
@@ -160,7 +161,7 @@ def under_fire(run: Fired, order: Sequence[str], seed: int, survived: list[Survi
             survived.append(one)
             with record.open("a") as file:
                 file.write(json.dumps(vars(one)) + "\n")
-        _until(run, lambda: False, Deadline("the run to end", START_S), may_end=True)
+        _to_the_end(run)
     except (AssertionError, DeadlineExceeded) as error:
         return [f"after {len(survived)} faults: {error}"]
     finally:
@@ -214,6 +215,18 @@ def _until(run: Fired, reached: Callable[[], bool], deadline: Deadline, may_end:
         run.tree()
         deadline.check()
         time.sleep(POLL_S)
+
+
+def _to_the_end(run: Fired) -> None:
+    """Many steps may be left. Raises as `_until`."""
+    while run.ended() != 0:
+        step = run.newest_step
+        further = Deadline(f"a step after {step}, or the end of the run", START_S)
+        _until(run, partial(_is_past, run, step), further, may_end=True)
+
+
+def _is_past(run: Fired, step: int) -> bool:
+    return run.newest_step > step
 
 
 def compared(calm: Path, fire: Path, steps: int) -> list[str]:

@@ -1,6 +1,7 @@
 """What tools/chaos.py strikes a run with, and the run as it is struck.
 
-Flows in: a run's command. Flows out: processes killed, stopped and frozen, files truncated, engines exchanged.
+Flows in: a run's command. Flows out: processes killed, stopped and frozen, files truncated, engines exchanged, and what
+trainer ranks do to themselves (`chaos_inside/sitecustomize.py`).
 """
 
 import os
@@ -31,6 +32,7 @@ ENGINE_S, ROLE_S = 45.0, 60.0
 """Limits of recovery."""
 POLL_S = 0.05
 COMMAND_S = 60.0
+INSIDE = Path(__file__).parent / "chaos_inside"
 
 
 @dataclass
@@ -45,9 +47,17 @@ class Fired:
     """Of the present fault, where it is one that must end."""
     timers: list[threading.Timer] = field(default_factory=list)
 
+    @property
+    def inside(self) -> Path:
+        """Where faults appear that the run commits by itself."""
+        return self.run_dir.parent / "inside"
+
     def start(self) -> None:
+        self.inside.mkdir(exist_ok=True)
+        path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, "SLIMERL_CHAOS": str(self.inside)}
         with (self.run_dir.parent / f"{self.run_dir.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(tied_command(self.command), stdout=log, stderr=log)
+            self.process = subprocess.Popen(tied_command(self.command), stdout=log, stderr=log, env=environment)
 
     def tree(self) -> list[psutil.Process]:
         assert self.process is not None
@@ -149,6 +159,22 @@ def checkpoint_truncated(run: Fired, chance: random.Random) -> bool:
     return killed(RANK)(run, chance)
 
 
+def committed(name: str) -> Strike:
+    """By a trainer rank, as soon as it can."""
+
+    def strike(run: Fired, chance: random.Random) -> bool:
+        fault = run.inside / name
+        fault.touch()
+        deadline = Deadline(f"a trainer rank to commit '{name}'", ROLE_S)
+        while fault.exists():
+            run.check_alive()
+            deadline.check()
+            time.sleep(POLL_S)
+        return True
+
+    return strike
+
+
 def engine_exchanged(run: Fired, chance: random.Random) -> bool:
     """One is added by command; once it serves, another is removed. Again where the run has started over meanwhile, with
     the engines of its spec."""
@@ -212,6 +238,9 @@ KINDS: dict[str, tuple[Strike, float]] = {
     "conductor killed": (conductor_killed, ROLE_S),
     "checkpoint truncated": (checkpoint_truncated, ROLE_S),
     "engine exchanged": (engine_exchanged, ENGINE_S),
+    "connection dropped": (committed("dropped"), ROLE_S),
+    "answer delayed": (committed("delayed"), ROLE_S),
+    "gradient no number": (committed("spoilt"), ROLE_S),
 }
 STAYING = dict.fromkeys(("rollout role killed", "rollout role stopped"), (ENGINE, SERVER, LAUNCHER))
 """By kind, processes that must live through the fault; the launcher ends with any of its ranks."""

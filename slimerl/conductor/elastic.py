@@ -102,9 +102,16 @@ class ElasticEngines:
                 f"that would be {after} engines, and engine.elastic keeps {elastic.min} to {elastic.max}; start the "
                 "run with other bounds"
             )
-        if request.add and has_cuda():
-            return self._no_gpus(after)
-        return self._too_large(request.add) if request.add else ""
+        if not request.add:
+            return ""
+        cuda = has_cuda()
+        if self._spec.takes_turns(cuda):
+            where = " on the same GPUs" if cuda else ""
+            return (
+                f"engines take turns with the trainer{where}, which may have its turn now; for engines that come and "
+                "go set cluster.placement: disaggregated"
+            )
+        return self._no_gpus(after) if cuda else self._too_large(request.add)
 
     def _bereft(self, left: Collection[str]) -> str:
         """Of several rollout processes each must keep an engine: nobody else makes what it was told to."""
@@ -116,11 +123,6 @@ class ElasticEngines:
 
     def _no_gpus(self, after: int) -> str:
         """For so many engines."""
-        if self._spec.takes_turns(cuda=True):
-            return (
-                "engines take turns with the trainer on the same GPUs, whose memory it may hold now; for engines that "
-                "come and go set cluster.placement: disaggregated"
-            )
         if after > self._spec.engine.most_replicas:
             return (
                 f"this run has GPUs for {self._spec.engine.most_replicas} engines; raise engine.replicas, or set "

@@ -22,7 +22,7 @@ from slimerl.conductor.preflight.model import (
     serving_faults,
     size_faults,
 )
-from slimerl.conductor.reach import job_faults, lasting_faults, reach_faults
+from slimerl.conductor.reach import lasting_faults, reach_faults
 from slimerl.resharding.coverage import CoverageError
 from slimerl.resharding.families import ConfigError
 from slimerl.resharding.families.scales import BlockCutError
@@ -127,8 +127,6 @@ def _engine_faults(spec: RunSpec, config: Config, served: Config, model_tokens: 
     yield from list(engine_size_faults(spec, served, cuda=True))[:1] or placement_faults(spec, served, 1)
     yield from serving_faults(spec, model_tokens)
     trainer = spec.training.parallel.world_size
-    if _nodes(spec) > 1:
-        yield from job_faults(spec)
     yield from reach_faults(spec, _nodes(spec))
     yield from lasting_faults(spec)
     if spec.is_colocated and spec.engine_gpus > trainer:

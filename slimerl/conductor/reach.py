@@ -18,12 +18,6 @@ def reach_faults(spec: RunSpec, nodes: int) -> Iterator[str]:
         yield f"cluster.network = loopback: the roles of {shape} could not reach each other; set it to hostname"
 
 
-def job_faults(spec: RunSpec) -> Iterator[str]:
-    """Of a run whose roles a job of a cluster starts."""
-    if spec.rollout.processes > 1:
-        yield f"rollout.processes = {spec.rollout.processes}, and launch/slurm/run.sbatch starts one; set it to 1"
-
-
 def unwatched_faults(spec: RunSpec) -> Iterator[str]:
     """Of a run whose roles are started one by one, and so without a conductor."""
     if spec.engine.elastic is not None:

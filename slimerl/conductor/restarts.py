@@ -13,7 +13,15 @@ from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.resilience.failure_kinds import RestartBudget
 from slimerl.samples.messages import EngineInfo, EngineLost, process_of, read_address
 from slimerl.spec import RunSpec
-from slimerl.telemetry.run_log import EVENTS_FILE, RESTARTED, append_event, exported, newest_step, read_records
+from slimerl.telemetry.run_log import (
+    EVENTS_FILE,
+    RESIZED,
+    RESTARTED,
+    append_event,
+    exported,
+    newest_step,
+    read_records,
+)
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps, unusable_names
 from slimerl.training.rollout_client import RolloutClient, ServiceFailed
 
@@ -48,12 +56,27 @@ class EngineRestarts:
         refusal = budget.refusal(failure.kind, versions, self._impossible)
         if refusal is not None:
             self._report(engine_id, failure.summary, returns_s=0.0)
-            raise failure.because(f"{engine_id} is not started again: {refusal}")
+            if not self._can_be_spared(roles, role):
+                raise failure.because(f"{engine_id} is not started again: {refusal}")
+            roles.remove(role)
+            role.end(0.0)
+            text = f"{failure.summary}; it was added while the run went on, and is given up: {refusal}"
+            self._say(text)
+            append_event(self._spec.run_dir, max(0, newest_step(self._spec.run_dir)), "note", RESIZED, text)
+            return
         role.end(0.0)
         roles[roles.index(role)] = RoleProcess(role.role, role.log_path.parent)
         text = f"{failure.summary}; started again ({budget.used} of {allowed}), it serves after a weight sync"
         self._say(text)
         record_restart(self._spec.run_dir, text)
+
+    def _can_be_spared(self, roles: list[RoleProcess], ended: RoleProcess) -> bool:
+        """One more than the spec names; and each rollout process has another."""
+        processes, first_added = self._spec.rollout.processes, self._spec.engine.replicas
+        others = [role.role.engine_id for role in roles if role is not ended and role.exit_code is None]
+        served = {process_of(engine_id, processes) for engine_id in others if engine_id is not None}
+        number = int((ended.role.engine_id or "engine-0").removeprefix("engine-"))
+        return number >= first_added and len(served) == processes
 
     def _impossible(self) -> str:
         if self._spec.takes_turns(has_cuda()):

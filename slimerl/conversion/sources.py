@@ -112,6 +112,9 @@ class HfSource:
         top, below = first // block, self._scales.blocks(last)
         of_blocks = np.empty((below - top, self._scales.blocks(columns)), np.float32)
         self._files.read(scale_name(name), top, below, of_blocks.reshape(-1).view(np.uint8))
+        if not np.isfinite(of_blocks).all():
+            wrong = of_blocks[~np.isfinite(of_blocks)][0]
+            raise CheckpointError(f"{self.directory}: {scale_name(name)} has a scale of {wrong}; fetch it anew")
         quantised = Quantised(torch.from_numpy(data).view(torch.float8_e4m3fn), torch.from_numpy(of_blocks))
         plain = dequantise(quantised, self._scales, self.tensors[name].dtype, first % block)
         out[:] = plain.view(torch.uint8).numpy().reshape(-1)
@@ -125,6 +128,11 @@ class HfSource:
     def _stored(self, name: str) -> Stored:
         found = self._files.stored(name)
         if not self._is_quantised(name):
+            if found.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+                raise CheckpointError(
+                    f"{self.directory}: {name} is {found.dtype}, but nothing says by what scales it is multiplied: "
+                    "config.json needs the quantization_config that it was written with"
+                )
             return found
         scale = self._files.stored(scale_name(name))
         if found.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:

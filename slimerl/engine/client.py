@@ -16,6 +16,7 @@ import msgspec
 
 from slimerl.engine.connections import ConnectionLost, Connections, Take
 from slimerl.engine.protocol import (
+    ANY_VOCABULARY,
     LOADER,
     Endpoint,
     Generation,
@@ -24,6 +25,7 @@ from slimerl.engine.protocol import (
     ProtocolError,
     SamplingParams,
     UpdateDialect,
+    check_sampled,
     generate_body,
     read_answer,
     read_generation,
@@ -74,9 +76,12 @@ class EngineRefused(EngineError):
 class EngineClient:
     """Asynchronous; belongs to the event loop that first uses it. Use as a context manager, or `close` it."""
 
-    def __init__(self, engine_id: str, url: str, admin_key: str, timeout_s: float) -> None:
-        """`timeout_s` bounds every call that does not give its own."""
+    def __init__(
+        self, engine_id: str, url: str, admin_key: str, timeout_s: float, vocabulary: int = ANY_VOCABULARY
+    ) -> None:
+        """`timeout_s` bounds every call that does not give its own; `vocabulary`: tokens of the model."""
         self.engine_id = engine_id
+        self._vocabulary = vocabulary
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
@@ -123,7 +128,11 @@ class EngineClient:
         if told is not None:
             return await self._stream({**body, "stream": True}, told, timeout_s)
         try:
-            return await self._call("POST", Endpoint.GENERATE, written_body(body), timeout_s, read=read_answer)
+            generation: Generation = await self._call(
+                "POST", Endpoint.GENERATE, written_body(body), timeout_s, read=read_answer
+            )
+            check_sampled(generation.tokens, generation.logprobs, self._vocabulary)
+            return generation
         except (EngineTimeout, asyncio.CancelledError):
             await self._abort_abandoned(request_id)
             raise
@@ -133,13 +142,17 @@ class EngineClient:
     async def _stream(
         self, body: dict[str, Any], told: Callable[[Generation], None], timeout_s: float | None
     ) -> Generation:
-        streamed = StreamedAnswer(told)
+        def checked(new: Generation) -> None:
+            check_sampled(new.tokens, new.logprobs, self._vocabulary)
+            told(new)
+
+        streamed = StreamedAnswer(checked)
         try:
             whole = await self._call("POST", Endpoint.GENERATE, written_body(body), timeout_s, streamed.feed)
             if whole is None:
                 return streamed.generation()
             generation = read_generation(whole)  # from a server that does not stream
-            told(generation)
+            checked(generation)
             return generation
         except StreamRefused as error:
             raise EngineRefused(self.engine_id, Endpoint.GENERATE, error.status, str(error)) from error

@@ -155,6 +155,32 @@ _read_any = msgspec.json.Decoder().decode
 _write = msgspec.json.Encoder().encode
 
 
+ANY_VOCABULARY = 2**31
+"""Ids of more tokens do not go into the arrays that samples travel in."""
+_LEAST_LOGPROB = -3.4028234663852886e38
+"""In float32, in which the trainer has them, the least number that is finite."""
+_MOST_LOGPROB = 1e-3
+"""0, but for rounding."""
+
+
+def check_sampled(tokens: Sequence[int], logprobs: Sequence[float], vocabulary: int) -> None:
+    """Raises ProtocolError: ids of no token, or what is no log-probability. A trainer that computed with them would end
+    with them.
+
+    Args:
+        vocabulary: tokens of the model.
+    """
+    if not tokens:
+        return
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise ProtocolError(f"/generate answered token {wrong}, and the model has tokens 0 to {vocabulary - 1}")
+    # a sum with NaN is one, wherever it stands
+    if math.isnan(sum(logprobs)) or min(logprobs) < _LEAST_LOGPROB or max(logprobs) > _MOST_LOGPROB:
+        none = next(each for each in logprobs if not _LEAST_LOGPROB <= each <= _MOST_LOGPROB)
+        raise ProtocolError(f"/generate answered {none} for a log-probability")
+
+
 def read_answer(content: bytes) -> Generation:
     """`read_generation` for the body of an answer.
 

@@ -6,12 +6,16 @@ anything was achieved ends it the second time.
 """
 
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 UNUSABLE_INPUT = 2
 """Exit code of every role whose spec, data or model cannot be used."""
+
+OF_SIGNAL = 128
+"""Above it by its number, a shell and a trainer rank (`training/termination.py`) tell which signal has ended them."""
 
 _RANK_EXIT = re.compile(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 """In torchrun's account of the rank that failed first; the launcher itself ends with 1."""
@@ -27,10 +31,10 @@ class FailureKind(StrEnum):
 
 
 def kind_of_exit(code: int, log: str = "") -> FailureKind:
-    """Args: `code`: negative for a signal; `log`: of a launcher, which tells how its first rank ended."""
+    """Args: `code`: negative for a signal, or above 128; `log`: of a launcher, which tells how its first rank ended."""
     told = _RANK_EXIT.search(log) if code > 0 else None
     code = int(told[1]) if told else code
-    if code < 0:
+    if code < 0 or code - OF_SIGNAL in signal.valid_signals():
         return FailureKind.INFRASTRUCTURE
     return FailureKind.DATA if code == UNUSABLE_INPUT else FailureKind.PROGRAM
 

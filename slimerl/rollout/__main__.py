@@ -191,7 +191,7 @@ async def _service(
     rollout, training = spec.rollout, spec.training
     journal = JournalFile(journal_of(spec, place.process))
     router = build_router(spec)
-    clients = EngineClients(spec.deadlines.request_s)
+    clients = EngineClients(spec.deadlines.request_s, _vocabulary(spec))
     dispatcher, speculation = build_dispatcher(spec, router, clients)
     dispatcher.process = f"{token[:8]}."
     reads = reads_prompt(spec.reward), reads_tokens(spec.reward)
@@ -222,7 +222,7 @@ async def _service(
         ),
         prompts,
         gate,
-        SampleStore(smallest_group=min(2, rollout.samples_per_prompt)),
+        SampleStore(smallest_group=rollout.smallest_group),
         dispatcher,
         judge,
         loop,
@@ -282,12 +282,17 @@ def build_dispatcher(
         return WatchedDispatcher(router, engines, request_s, drafts=drafts), drafts
     if not wanted.is_on:
         return Dispatcher(router, engines, request_s), None
-    config = json.loads((spec.model.path / "config.json").read_text(encoding="utf-8"))
     speculation = Speculation(
-        *(wanted, spec.seed, config["vocab_size"], wanted.lenience(spec.algorithm.name)),
+        *(wanted, spec.seed, _vocabulary(spec), wanted.lenience(spec.algorithm.name)),
         file=DraftsFile(spec.run_dir, keep=spec.checkpoint.keep_last + 1),
     )
     return SpeculativeDispatcher(router, engines, request_s, speculation=speculation), speculation
+
+
+def _vocabulary(spec: RunSpec) -> int:
+    """Tokens of the model."""
+    config = json.loads((spec.model.path / "config.json").read_text(encoding="utf-8"))
+    return int(config["vocab_size"])
 
 
 def _evaluation_params(spec: RunSpec, params: SamplingParams, one: EvaluationSetSpec | None = None) -> SamplingParams:

@@ -104,6 +104,14 @@ class StalenessGate:
         """
         self._admit(self._stale_limit)
 
+    def check_age(self, version: int) -> None:
+        """Of a group of an earlier process, admitted under `version` there. Raises GateError: it is too old here."""
+        if version + self.max_staleness < self.version:
+            raise GateError(
+                f"a group that was begun at version {version} cannot be gone on with at version {self.version}: "
+                f"rollout.max_staleness is {self.max_staleness}; set it to {self.version - version} or more, as it was"
+            )
+
     def _admit(self, limit: int) -> None:
         if self.accepted + self.running >= limit:
             raise GateError(

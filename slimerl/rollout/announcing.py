@@ -86,10 +86,10 @@ def gateway_key(spec: RunSpec) -> str:
 
 
 def _private(path: Path, text: str) -> Path:
-    """Beside `path`, whole, and this user's alone."""
+    """Beside `path`, whole, and this user's alone. Its name is nobody else's: processes of two machines may have the
+    same number."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.unlink(missing_ok=True)
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)

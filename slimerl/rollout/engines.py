@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from slimerl.engine.client import EngineClient
-from slimerl.engine.protocol import Generation, SamplingParams
+from slimerl.engine.protocol import ANY_VOCABULARY, Generation, SamplingParams
 from slimerl.samples.messages import EngineInfo
 
 
@@ -45,10 +45,10 @@ class Engines(Protocol):
 
 
 class EngineClients:
-    """Clients by engine id."""
+    """Clients by engine id. `vocabulary`: tokens of the model."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float, vocabulary: int = ANY_VOCABULARY) -> None:
+        self._timeout_s, self._vocabulary = timeout_s, vocabulary
         self._clients: dict[str, EngineClient] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -63,7 +63,7 @@ class EngineClients:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         self._clients[engine.engine_id] = EngineClient(
-            engine.engine_id, engine.url, engine.admin_key, timeout_s=self._timeout_s
+            engine.engine_id, engine.url, engine.admin_key, self._timeout_s, self._vocabulary
         )
 
     async def close(self) -> None:

@@ -6,6 +6,7 @@ reward failed is counted as a failure and not as a wrong answer.
 """
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,6 +27,8 @@ from slimerl.rollout.prompts import Prompt
 from slimerl.samples.messages import EvaluateReply, EvaluateRequest
 from slimerl.samples.sample import Sample
 from slimerl.telemetry import trace
+
+logger = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 
@@ -124,7 +127,7 @@ class Evaluation:
             while pending := [task for task in tasks if not task.done()]:
                 deadline.check(f"{len(tasks) - len(pending)} of {len(tasks)} prompts done")
                 await asyncio.wait(pending, timeout=deadline.remaining_s)
-            results = iter([task.result() for task in tasks])
+            results = iter(map(_answered, tasks))
             return [[[next(results) for _ in range(one.samples)] for _ in one.prompts] for one in sets]
         finally:
             for task in tasks:
@@ -156,6 +159,16 @@ class Evaluation:
 
 _NONE = Verdict(False)
 """Of a response that holds no answer."""
+
+
+def _answered(task: "asyncio.Task[Judged]") -> Judged:
+    """What came of a task that has ended, whatever ended it: a bug in one answer costs that answer."""
+    if task.cancelled():
+        return Judged(_NONE, 0, "cancelled")
+    if (error := task.exception()) is None:
+        return task.result()
+    logger.error("an answer of the evaluation: an unexpected error", exc_info=error)
+    return Judged(_NONE, 0, "internal_error")
 
 
 def _reply(step: int, version: int, seconds: float, sets: Sequence[tuple[HeldOutSet, Answers]]) -> EvaluateReply:

@@ -25,6 +25,10 @@ from slimerl.samples.store import SampleStore
 logger = logging.getLogger(__name__)
 
 
+LARGEST_REWARD = 3.4028234663852886e38
+"""What float32 holds, in which advantages are."""
+
+
 class SampleLost(Exception):
     """A sample came to nothing. `reason`: for counting."""
 
@@ -52,6 +56,7 @@ class SampleMaker:
         begun = record.generated_s = time.monotonic()
         if outcome is None:
             outcome = await self.judge.judge(sample, answer)
+        outcome = _finite(outcome)
         self.judge.count(outcome)
         record.judged_s[sample.sample_id] = time.monotonic() - begun
         self._reward(sample, outcome, record)
@@ -84,3 +89,11 @@ class SampleMaker:
                 record.reward_failed.add(sample.sample_id)
                 # Nothing is known of its correctness.
                 sample.reward, sample.correct = 0.0, None
+
+
+def _finite(outcome: Outcome) -> Outcome:
+    """The last place where a reward that is no number costs its sample alone; the trainer would end with it."""
+    # the comparison is false for NaN as well
+    if isinstance(outcome, Scored) and not abs(outcome.reward) <= LARGEST_REWARD:
+        return Failed("not_finite", f"the reward is {outcome.reward}")
+    return outcome

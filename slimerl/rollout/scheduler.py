@@ -255,6 +255,7 @@ class Scheduler:
         for group, again in zip(groups, drawn, strict=True):
             batch = self.gate.next_batch
             self.gate.admit_again()
+            self.gate.check_age(group.version)
             begun = {each.payload.sample_id: Sample.restored(each, group.group_id) for each in group.begun}
             missing = (
                 [begun.get(sample_id) or _sample(again, sample_id) for sample_id in group.missing]

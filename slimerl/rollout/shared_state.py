@@ -9,7 +9,7 @@ ids and from the same seeds, and nothing of it counts as dropped.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -79,7 +79,7 @@ def resumed(state: RolloutState, books: LedgerBooks, prompts: PromptStream, samp
 
     Raises:
         DataError: a group is of a prompt that does not exist.
-        GateError: there are more groups than `rollout.max_staleness` allows.
+        GateError: there are more groups, or older ones, than `rollout.max_staleness` allows.
     """
     found = prompts.positions(group.group_id for group in state.groups)
     if unknown := [group.group_id for group in state.groups if group.group_id not in found]:
@@ -95,7 +95,7 @@ def resumed(state: RolloutState, books: LedgerBooks, prompts: PromptStream, samp
         else:
             groups.append(LedgerGroup(position, state.steps, None))
     accepted = state.steps * books.gate.groups_per_step
-    _refuse_too_many(replace(books.gate, version=state.steps, accepted=accepted, running=0), groups)
+    _refuse_stale(replace(books.gate, version=state.steps, accepted=accepted, running=0), groups)
     admitted = state.trained + sum(state.dropped.values()) + len(groups) * samples_per_group
     counts = (admitted, state.trained, dict(state.dropped))
     shards, told = books.snapshot().shards, dict(state.dropped_told)
@@ -104,10 +104,12 @@ def resumed(state: RolloutState, books: LedgerBooks, prompts: PromptStream, samp
     return Resumed(snapshot, of_shard)
 
 
-def _refuse_too_many(gate: StalenessGate, groups: Iterable[LedgerGroup]) -> None:
-    """Raises GateError."""
+def _refuse_stale(gate: StalenessGate, groups: Sequence[LedgerGroup]) -> None:
+    """Raises GateError: there are too many, or one is too old."""
     for _ in groups:
         gate.admit_again()
+    for group in groups:
+        gate.check_age(group.version)
 
 
 async def share_of(calls: ProcessCalls, process: int) -> list[SavedGroup]:

@@ -130,9 +130,14 @@ class WeightHold:
             )
         if request.version != lease.version:
             raise HoldError(f"lease {lease.lease_id} is for version {lease.version}, not {request.version}")
-        unnamed = {one.engine_id for one in lease.engines} - set(request.whole) - set(request.dirty)
+        held = {one.engine_id for one in lease.engines}
+        unnamed = held - set(request.whole) - set(request.dirty)
         dirty = {**request.dirty, **dict.fromkeys(unnamed, "the release said nothing of it")}
-        self.dispatcher.router.release(request.version, request.whole, dirty)
+        # another server, which took the place of one that was held, has been written nothing, right or wrong
+        new = held - {one.engine_id for one in self._same_servers(lease)}
+        whole = [name for name in request.whole if name not in new]
+        dirty = {name: reason for name, reason in dirty.items() if name not in new}
+        self.dispatcher.router.release(request.version, whole, dirty)
         self._note_release(lease.lease_id, lease.version)
         for engine_id, reason in dirty.items():
             logger.error("engine %s is quarantined: %s", engine_id, reason)
@@ -163,6 +168,11 @@ class WeightHold:
             self._expiry.cancel()
             await asyncio.gather(self._expiry, return_exceptions=True)
 
+    def _same_servers(self, lease: _Lease) -> list[EngineInfo]:
+        """Of the engines that were held those in whose place no other has registered since."""
+        now = {one.engine_id: (one.url, one.admin_key) for one in self.dispatcher.router.engines()}
+        return [one for one in lease.engines if now.get(one.engine_id) == (one.url, one.admin_key)]
+
     def _alive(self) -> list[EngineInfo]:
         return [one for one in self.dispatcher.router.engines() if one.state is not EngineState.DEAD]
 
@@ -190,10 +200,12 @@ class WeightHold:
         self._busy = f"lease {lease.lease_id} ran out after {lease_s:g} s; looking at its engines"
         logger.error("%s; the trainer did not release it", self._busy)
         router = self.dispatcher.router
-        found = await asyncio.gather(*(self._committed(one, lease.version) for one in lease.engines))
-        whole = [one.engine_id for one, committed in zip(lease.engines, found, strict=True) if committed]
+        asked = self._same_servers(lease)
+        found = await asyncio.gather(*(self._committed(one, lease.version) for one in asked))
+        same = self._same_servers(lease)
+        whole = [one.engine_id for one, committed in zip(asked, found, strict=True) if committed and one in same]
         reason = f"its weight update to version {lease.version} was never confirmed (the lease ran out)"
-        for engine in lease.engines:
+        for engine in same:
             if engine.engine_id not in whole and router.engine(engine.engine_id).state is not EngineState.DEAD:
                 logger.error("engine %s is quarantined: %s", engine.engine_id, reason)
                 router.quarantine(engine.engine_id, reason)

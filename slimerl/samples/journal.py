@@ -25,7 +25,9 @@ import msgspec
 from slimerl.samples.messages import RolloutState, SavedGroup, SavedSample
 
 _HEADER = struct.Struct("<II")
-"""Bytes of the record, and their CRC-32."""
+"""Bytes of the record, and their CRC-32 ..."""
+_OF_HEADER = struct.Struct("<I")
+"""... and that of these two: a length that has changed would pass for a frame that was cut off."""
 
 
 class JournalDamaged(ValueError):
@@ -166,7 +168,8 @@ def unheard(_: Record) -> None:
 
 def frame(record: msgspec.Struct) -> bytes:
     body = msgspec.msgpack.encode(record)
-    return _HEADER.pack(len(body), zlib.crc32(body)) + body
+    header = _HEADER.pack(len(body), zlib.crc32(body))
+    return header + _OF_HEADER.pack(zlib.crc32(header)) + body
 
 
 def read_frames(data: bytes, name: str, kind: Any = Record) -> Iterator[Any]:
@@ -181,12 +184,14 @@ def read_frames(data: bytes, name: str, kind: Any = Record) -> Iterator[Any]:
     """
     decoder = msgspec.msgpack.Decoder(kind)
     view, at = memoryview(data), 0
-    while at + _HEADER.size <= len(view):
+    while (start := at + _HEADER.size + _OF_HEADER.size) <= len(view):
         length, checksum = _HEADER.unpack_from(view, at)
-        body = view[at + _HEADER.size : at + _HEADER.size + length]
-        if len(body) < length:
-            return
+        body = view[start : start + length]
         try:
+            if zlib.crc32(view[at : at + _HEADER.size]) != _OF_HEADER.unpack_from(view, at + _HEADER.size)[0]:
+                raise msgspec.ValidationError("its header's checksum is another")
+            if len(body) < length:
+                return
             if zlib.crc32(body) != checksum:
                 raise msgspec.ValidationError("its checksum is another")
             yield decoder.decode(body)
@@ -195,7 +200,7 @@ def read_frames(data: bytes, name: str, kind: Any = Record) -> Iterator[Any]:
                 f"{name}: the frame at byte {at} is not as it was written ({error}); what the rollout role held "
                 "cannot be taken over, start the run again: it goes on from its newest checkpoint"
             ) from None
-        at += _HEADER.size + length
+        at = start + length
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,8 @@ class AlgorithmSpec(Strict):
     kl_estimator: KlEstimator = "k3+"
     """In the reward the default is k1."""
     reference_refresh_steps: NonNegative = 0
-    """After so many steps the reference model becomes what the policy is then; 0: it stays the model of the start."""
+    """After so many steps the reference model becomes what the policy is then; 0: it stays the model of the start. A
+    run that is asked to stop does so at the next of these steps: between them no checkpoint has its reference model."""
     entropy_coef: Annotated[Real, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
 

@@ -108,6 +108,11 @@ def check_evaluation(
             "evaluation.background needs engines that serve while the trainer trains; set cluster.placement: "
             "disaggregated, or drop it"
         )
+    if not evaluation.every_steps:
+        raise ValueError(
+            "evaluation.background: before the first and after the last step the trainer has nothing else to do, and "
+            "evaluation.every_steps = 0 evaluates at no other; set that, or drop it"
+        )
 
 
 def _tells_answers(reward: AnyReward) -> bool:

@@ -55,7 +55,7 @@ class ModelSpec(Strict):
 
 class DataSpec(Strict):
     """Prompts as JSONL. One row: `{"id", "prompt", "answer"}`, for SFT `{"id", "prompt", "response"}`, for reward_model
-    and dpo `{"id", "prompt", "chosen", "rejected"}`."""
+    and dpo `{"id", "prompt", "chosen", "rejected"}`, and for reward_model, where it is wanted, `"margin"`."""
 
     train_path: FilePath
     eval_path: FilePath | None = None
@@ -173,6 +173,11 @@ class RolloutSpec(Strict):
     are trained; the first keeps the books of all."""
     port: Port = 0
     """Port of the control service; 0 takes a free one."""
+
+    @property
+    def smallest_group(self) -> int:
+        """Samples that must be left of a prompt's, where some are lost, for it to be trained on."""
+        return min(2, self.samples_per_prompt)
 
     @model_validator(mode="after")
     def _partial_samples_may_be_stale(self) -> "RolloutSpec":
@@ -348,6 +353,13 @@ class RunSpec(Strict):
             raise ValueError(
                 f"a step has {samples} samples, but training.minibatches_per_step * training.parallel.data = "
                 f"{parts} parts want at least one each; raise training.prompts_per_step"
+            )
+        least = training.prompts_per_step * rollout.smallest_group
+        if self.uses_engines and least < training.minibatches_per_step:
+            raise ValueError(
+                f"a step of which samples are lost may have {least} left, {rollout.smallest_group} of each prompt: too "
+                f"few for training.minibatches_per_step = {training.minibatches_per_step}; raise "
+                "training.prompts_per_step"
             )
         check_critic(self.training.critic, self.algorithm, training.steps, self.model.megatron_path)
         check_agent(self.agent, self.uses_engines, self.data.chat_template)

@@ -65,6 +65,7 @@ class MicroBatch:
             and known (on the last pipeline stage), from the start of the step on.
         old_values, returns: [sampled tokens of the pack], of the critic, as these.
         routing: which experts the tokens are given, where that is replayed.
+        margins: [pairs], where scores are asked for.
     """
 
     tokens: torch.Tensor
@@ -84,6 +85,7 @@ class MicroBatch:
     routing: RoutingRecord = field(default_factory=RoutingRecord)
     old_values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    margins: torch.Tensor | None = None
 
     @property
     def sampled_tokens(self) -> int:
@@ -124,6 +126,7 @@ def pack(
         computed_tokens=laid.total,
         padding_tokens=laid.total - len(line.tokens),
         routing=_routing(line, laid, samples, form),
+        margins=on_device(np.array([sample.margin for sample in samples[::2]], np.float32)) if form.scores else None,
     )
 
 

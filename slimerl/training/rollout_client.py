@@ -3,7 +3,8 @@
 Flows in: messages of `slimerl.samples.messages`. Flows out: the answers. Invariant: every call ends, with an answer
 or an error that names the path and what the service said, within its deadline.
 
-Where the role ends, a call of `REPEATED` waits for the one that is started in its place and is made again.
+Where the role ends, a call of `REPEATED` waits for the one that is started in its place and is made again; where it
+lives and a connection to it broke, so is the call, but for those of `NOT_TWICE`.
 """
 
 import http.client
@@ -67,6 +68,14 @@ REPEATED = {
     Endpoint.RESTORE: "it is refused where samples have been admitted",
 }
 """Calls that another role, which has taken over from one that ended, may be asked again, and why."""
+
+NOT_TWICE = {
+    Endpoint.HOLD: "the engines are held for whoever did not hear the answer, until that lease has run out",
+    Endpoint.RESTORE: "what was restored is admitted",
+}
+"""Of these, those that the same role is not asked again where a connection broke, and why."""
+BROKEN = 3
+"""Connections of one call that may break although the role lives."""
 
 
 class ServiceFailed(RuntimeError):
@@ -199,23 +208,36 @@ class RolloutClient:
             raise ServiceFailed(f"{path}: the answer is no {kind}: {error}") from None
 
     def _call(self, method: str, path: Endpoint, body: bytes, timeout_s: float) -> bytes:
-        try:
-            return self._once(method, path, body, timeout_s)
-        except RoleGone as error:
-            if self.successors is None or path not in REPEATED:
-                raise
-            gone = error
-        deadline = Deadline("another rollout role in the place of the one that ended", self.successors.within_s)
+        broken, answer = 0, self._for_answer(path, timeout_s)
+        deadline: Deadline | None = None
         while True:
+            try:
+                return self._once(method, path, body, answer.remaining_s)
+            except RoleGone as error:
+                if path not in REPEATED:
+                    raise
+                gone = error
+            # all the same the call takes no longer than it may: others wait for whoever makes it
+            if path not in NOT_TWICE and broken < BROKEN and self._answers() and answer.remaining_s:
+                broken += 1
+                logger.warning("%s; it answers, and is asked again (%d of %d)", gone, broken, BROKEN)
+                continue
+            if self.successors is None:
+                raise gone
+            deadline = deadline or self._for_successor(self.successors.within_s)
             address = self.successors.of(self.address, self._answers, deadline, str(gone))
             if address is None:
                 raise gone
             logger.warning("%s; asking the one that was started in its place", gone)
-            self.address = address
-            try:
-                return self._once(method, path, body, timeout_s)
-            except RoleGone as error:
-                gone = error
+            self.address, answer = address, self._for_answer(path, timeout_s)
+
+    @staticmethod
+    def _for_answer(path: Endpoint, within_s: float) -> Deadline:
+        return Deadline(f"the rollout role to answer {path}", within_s)
+
+    @staticmethod
+    def _for_successor(within_s: float) -> Deadline:
+        return Deadline("another rollout role in the place of the one that ended", within_s)
 
     def _answers(self) -> bool:
         try:
@@ -234,7 +256,7 @@ class RolloutClient:
             response = connection.getresponse()
             content = response.read()
         except TimeoutError:
-            raise DeadlineExceeded(f"waited {timeout_s:g} s for the rollout role to answer {path}") from None
+            raise DeadlineExceeded(f"waited {timeout_s:.4g} s for the rollout role to answer {path}") from None
         except (OSError, http.client.HTTPException) as error:
             raise RoleGone(
                 f"{path}: the rollout role at {host}:{port} cannot be reached ({error!r}); has it ended?"

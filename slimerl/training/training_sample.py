@@ -26,6 +26,7 @@ class TrainingSample:
         advantage: of the whole sample.
         routing: [prompt + response, layers * experts per token] int16, the experts that the engine chose, -1 where they
             are not known; None: none were asked for.
+        margin: of the chosen answer of a pair, by how much it should lead.
     """
 
     sample_id: str
@@ -35,6 +36,7 @@ class TrainingSample:
     behavior_logprobs: np.ndarray
     advantage: float
     routing: np.ndarray | None = None
+    margin: float = 0.0
 
     def __post_init__(self) -> None:
         response = len(self.tokens) - self.prompt_length

@@ -80,6 +80,7 @@ class ValueTrainer(PolicyTrainer):
                 sequence=micro_batch.sequence,
                 sequences=micro_batch.sequences,
                 totals=micro_batch.totals,
+                margins=micro_batch.margins,
             )
         )
         own = {f"{self._name}/loss": terms.per_token, f"{self._name}/mean_value": values}

@@ -1,11 +1,13 @@
 """Options of the spec: read or refused, defaults by algorithm, written as they are read; and the generated table."""
 
 import re
+from pathlib import Path
 
 import algorithm_table
 import pytest
 import yaml
 
+import slimerl.algorithms
 from slimerl.algorithms import ALGORITHMS, algorithm_of
 from slimerl.spec import SpecError
 from slimerl.spec.algorithm import ALGORITHM_OPTIONS, CORRECTION_OPTIONS, AlgorithmSpec
@@ -145,6 +147,11 @@ def test_the_generated_documentation_names_everything():
         assert name in text
     rows = [line for line in text.splitlines() if line.startswith("| `grpo`")]
     assert len(rows) == 2
-    for section in text.split("### ")[1:]:
+    for section in text.split("## ")[1:]:
         cells = {len(re.findall(r"(?<!\\)\|", line)) for line in section.splitlines() if line.startswith("|")}
         assert len(cells) == 1, section
+
+
+def test_the_page_of_the_algorithms_has_what_is_generated():
+    page = Path(slimerl.algorithms.__file__).with_name("README.md").read_text(encoding="utf-8")
+    assert algorithm_table.document() in page, "put what tools/algorithm_table.py prints into it"

@@ -107,6 +107,21 @@ def test_an_engine_that_the_memory_does_not_hold_is_refused_and_not_started(cond
     assert len(roles) == 3
 
 
+def test_where_engines_take_turns_with_the_trainer_none_is_added(tmp_path, monkeypatch):
+    """Injected: turns without CUDA, too; an engine that wants a sync in the trainer's turn would end the run."""
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 64 * 2**30)
+    spec = load_spec(write_spec(tmp_path, cluster={"placement": "colocated", "turns": "always"}))
+    engine = RoleCommand("engine-0", [sys.executable, "-c", SLEEP], dict(os.environ), engine_id="engine-0")
+    roles = [RoleProcess(engine, tmp_path)]
+    try:
+        answer = ElasticEngines(spec, tmp_path / "spec.yaml", print).change(EngineRequest(add=1), roles, "by command")
+        assert answer.engines == []
+        assert answer.refused.startswith("engines take turns with the trainer")
+        assert len(roles) == 1
+    finally:
+        end_all(roles, 0.1)
+
+
 @pytest.mark.parametrize("text", ["two more, please", '{"add": -1}'])
 def test_a_file_that_is_no_request_is_answered(conductor, text):
     """Injected: somebody wrote a file by hand."""

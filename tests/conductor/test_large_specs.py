@@ -187,11 +187,6 @@ FAULTS = {
         ["cluster.network=loopback"],
         ["cluster.network = loopback: the roles of 256 GPUs on nodes of 8 could not reach each other; set it to "],
     ),
-    "rollout processes that a job does not start": (
-        "qwen3_235b_a22b",
-        ["rollout.processes=2"],
-        ["rollout.processes = 2, and launch/slurm/run.sbatch starts one; set it to 1"],
-    ),
     "more engines than shared GPUs": (
         "deepseek_v3_671b_colocated",
         ["engine.replicas=9"],

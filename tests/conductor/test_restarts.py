@@ -8,13 +8,13 @@ import sys
 import pytest
 from tiny_run import write_spec
 
-from slimerl.conductor.restarts import RunRestarts
+from slimerl.conductor.restarts import EngineRestarts, RunRestarts
 from slimerl.conductor.roles import RoleCommand
-from slimerl.conductor.supervise import RoleFailed, RoleProcess
+from slimerl.conductor.supervise import RoleFailed, RoleProcess, end_all
 from slimerl.resilience.deadline import Deadline
 from slimerl.spec import load_spec
 from slimerl.telemetry import read_records
-from slimerl.telemetry.run_log import RESTARTED
+from slimerl.telemetry.run_log import RESIZED, RESTARTED
 
 
 @pytest.fixture
@@ -103,3 +103,49 @@ def test_a_run_whose_disk_is_full_is_not_started_again_and_says_so(tmp_path, fai
             RunRestarts(spec, print).start_over(failed(KILLED))
     finally:
         subprocess.run(["umount", str(directory)], check=True)
+
+
+@pytest.fixture
+def engines(tmp_path):
+    """Gives running roles, of which the last engine has ended with an error before it could serve: (roles, it)."""
+    started: list[RoleProcess] = []
+
+    def start(*names: str) -> list[RoleProcess]:
+        for name in names:
+            code = ERROR if name == names[-1] else "import time; time.sleep(60)"
+            started.append(RoleProcess(RoleCommand(name, [sys.executable, "-c", code], engine_id=name), tmp_path))
+        Deadline("the engine to end", 20).wait_until(lambda: started[-1].exit_code is not None)
+        return list(started)
+
+    yield start
+    end_all(started, 0.1)
+
+
+def test_an_engine_that_was_added_and_does_not_start_costs_the_run_nothing(tmp_path, engines):
+    """Injected: it ends with an error before it serves; so would the next one in its place."""
+    said: list[str] = []
+    spec = run_of(tmp_path, steps=3)
+    roles = engines("engine-0", "engine-1")
+    EngineRestarts(spec, said.append).replace_ended(roles)
+    assert [role.role.name for role in roles] == ["engine-0"]
+    assert said == [
+        "engine-1 ended early with exit code 1; it was added while the run went on, and is given up: nothing was "
+        "achieved since it was started: the same would come again"
+    ]
+    events = read_records(spec.run_dir / "events.jsonl")
+    assert [(event["name"], event["text"]) for event in events] == [(RESIZED, said[0])]
+
+
+@pytest.mark.parametrize(
+    ("names", "sections"),
+    [
+        (("engine-1", "engine-0"), {}),
+        (("engine-0", "engine-3"), {"engine": {"replicas": 2}, "rollout": {"processes": 2}}),
+    ],
+    ids=["one that the spec names", "the last one of a rollout process"],
+)
+def test_an_engine_that_is_needed_and_does_not_start_ends_the_run(tmp_path, engines, names, sections):
+    roles = engines(*names)
+    with pytest.raises(RoleFailed, match=f"{names[-1]} is not started again: nothing was achieved"):
+        EngineRestarts(run_of(tmp_path, **sections), print).replace_ended(roles)
+    assert len(roles) == 2

@@ -8,9 +8,11 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from slimerl.resharding.families import Form, family_of
+from slimerl.resharding.families import BlockScales, Form, family_of
+from slimerl.resharding.families.scales import scale_name
 from slimerl.resharding.hf_checkpoint import read_config
 from slimerl.resharding.layouts import MegatronLayout
+from slimerl.resharding.quantise import Quantised, dequantise, quantise
 from slimerl.spec.schema import ParallelSpec
 
 KINDS = [*tiny.KINDS, "kimi_k2"]
@@ -55,6 +57,22 @@ def write_files(directory: Path, tensors: dict[str, torch.Tensor], files: int) -
         save_file({name: tensors[name] for name in names[number::files]}, directory / file)
         weight_map |= dict.fromkeys(names[number::files], file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def write_in_fp8(model: Path, block: int) -> dict[str, torch.Tensor]:
+    """`write_checkpoint`'s in FP8 blocks, in place. What these are in the dtype of its config, by name."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    config = read_config(model) | {"quantization_config": quantization}
+    scales, tensors = BlockScales(block), all_tensors(model)
+    expected = dict(tensors)
+    for tensor in family_of(config).logical_tensors(config, form=Form(prediction=True, scales=scales)):
+        if tensor.dtype == torch.float8_e4m3fn:
+            made = quantise(tensors[tensor.name], scales)
+            tensors |= {tensor.name: made.data, scale_name(tensor.name): made.scales}
+            expected[tensor.name] = dequantise(Quantised(*made), scales, torch.bfloat16)
+    write_files(model, tensors, files=2)
+    (model / "config.json").write_text(json.dumps(config))
+    return expected
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -13,6 +13,8 @@ from converted_models import (
     keys_of_trainer,
     save_trained,
     write_checkpoint,
+    write_files,
+    write_in_fp8,
 )
 
 from slimerl.conversion.convert import Options, convert
@@ -133,27 +135,11 @@ def test_c2_a_trainer_does_not_start_from_a_damaged_checkpoint(ranks, tmp_path):
 @pytest.mark.parametrize(("block", "band_bytes"), [(16, 2**21), (16, 3000), (512, 3000)])
 def test_a_checkpoint_in_fp8_blocks_comes_out_in_the_dtype_of_its_config(tmp_path, monkeypatch, block, band_bytes):
     """Fault: bands that end inside a block, and blocks that are larger than a band."""
-    import json
-
-    from converted_models import write_files
-
     from slimerl.conversion import stream
-    from slimerl.resharding.families import BlockScales, Form, family_of
-    from slimerl.resharding.quantise import Quantised, dequantise, quantise
 
     monkeypatch.setattr(stream, "BAND_BYTES", band_bytes)
     model = write_checkpoint(tmp_path / "plain", "deepseek_v3", intermediate_size=640)
-    config = read_config(model) | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [block, block]}}
-    scales = BlockScales(block)
-    family, tensors = family_of(config), all_tensors(model)
-    expected = dict(tensors)
-    for tensor in family.logical_tensors(config, form=Form(prediction=True, scales=scales)):
-        if tensor.dtype == torch.float8_e4m3fn:
-            made = quantise(tensors[tensor.name], scales)
-            tensors |= {tensor.name: made.data, f"{tensor.name}_scale_inv": made.scales}
-            expected[tensor.name] = dequantise(Quantised(*made), scales, torch.bfloat16)
-    write_files(model, tensors, files=2)
-    (model / "config.json").write_text(json.dumps(config))
+    expected = write_in_fp8(model, block)
     convert(model, tmp_path / "megatron", SMALL_FILES)
     convert(tmp_path / "megatron", tmp_path / "back")
     back = all_tensors(tmp_path / "back")
@@ -163,8 +149,6 @@ def test_a_checkpoint_in_fp8_blocks_comes_out_in_the_dtype_of_its_config(tmp_pat
 
 
 def test_a_source_whose_fused_tensors_have_two_dtypes_is_refused_by_name(tmp_path):
-    from converted_models import write_files
-
     model = write_checkpoint(tmp_path / "given", "qwen3")
     tensors = all_tensors(model)
     tensors["model.layers.1.self_attn.k_proj.weight"] = tensors["model.layers.1.self_attn.k_proj.weight"].float()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from converted_models import all_tensors, assert_same, contents, write_checkpoint
+from converted_models import all_tensors, assert_same, contents, write_checkpoint, write_files, write_in_fp8
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -51,6 +51,26 @@ def damage(file: Path, change: str) -> None:
 def test_c2_a_damaged_safetensors_file_is_refused_by_its_name(tmp_path, given, change):
     damage(given / SHARD, change)
     refused(given, tmp_path / "target", SHARD)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_w11_a_scale_that_is_no_number_is_refused_by_its_name(tmp_path, given, value):
+    """Fault: a block would come out as no numbers, in a checkpoint that looks like any other."""
+    write_in_fp8(given, block=16)
+    scales = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    tensors = all_tensors(given)
+    tensors[scales][-1, -1] = value
+    write_files(given, tensors, files=3)
+    refused(given, tmp_path / "target", rf"{scales} .*{value}")
+
+
+def test_fp8_that_the_config_does_not_tell_of_is_refused(tmp_path, given):
+    """Fault: weights would come out without their scales."""
+    tensors = all_tensors(given)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    write_files(given, tensors, files=3)
+    refused(given, tmp_path / "target", rf"{name} is torch.float8_e4m3fn.*quantization_config")
 
 
 def test_a_tensor_that_the_index_lacks_is_named(tmp_path, given):

@@ -9,6 +9,10 @@ from slurm_cluster import ROOT, Cluster
 from tiny_run import write_spec
 
 from slimerl.resilience.deadline import Deadline
+from slimerl.rollout.journal_file import read_records as read_records_of
+from slimerl.rollout.journal_places import journal_of
+from slimerl.samples.journal import Finished, Record
+from slimerl.spec import load_spec
 from slimerl.telemetry import read_records
 
 WAIT_S = 600.0
@@ -75,7 +79,16 @@ class Job:
 
     def steps(self) -> list[int]:
         """With a line in the record, in its order."""
-        return [record["step"] for record in read_records(self.run_dir / "metrics.jsonl") if record["step"] > 0]
+        return [step["step"] for step in self.trained()]
+
+    def trained(self) -> list[dict[str, Any]]:
+        """The record of each trained step."""
+        return [record for record in read_records(self.run_dir / "metrics.jsonl") if record["step"] > 0]
+
+    def samples_made(self, process: int) -> int:
+        """How many samples a rollout process finished since the start of the job."""
+        journal = read_records_of(journal_of(load_spec(self.run_dir / "spec.yaml"), process), Record)
+        return sum(isinstance(record, Finished) for record in journal)
 
     def saved(self) -> list[int]:
         """Steps with a checkpoint."""

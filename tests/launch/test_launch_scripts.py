@@ -97,12 +97,11 @@ def test_what_is_submitted_is_frozen_and_a_run_that_was_is_replaced_when_told_so
 
 def test_roles_on_several_nodes_that_could_not_reach_each_other_are_not_submitted(stand_ins):
     run_dir = stand_ins / "run"
-    wrong = ["cluster.network=loopback", "sync.transport=ipc", "rollout.processes=2"]
+    wrong = ["cluster.network=loopback", "sync.transport=ipc"]
     done = bash(LAUNCH / "slurm/submit.sh", "configs/deepseek_v3_671b.yaml", f"output_dir={run_dir}", *wrong)
     assert done.returncode == 2
     assert "cluster.network = loopback: the roles of 768 GPUs on nodes of 8 could not reach each other" in done.stderr
     assert "sync.transport = ipc reaches the engines of one machine" in done.stderr
-    assert done.stderr.count("rollout.processes = 2, and launch/slurm/run.sbatch starts one; set it to 1") == 1
     assert not run_dir.exists()
 
 

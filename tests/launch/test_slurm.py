@@ -8,6 +8,8 @@ from slurm_cluster import Cluster, NoSlurm, install
 from slurm_daemons import GPUS
 from slurm_jobs import processes_naming, submit, tiny_spec
 
+from slimerl.samples.messages import read_address
+
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
@@ -46,6 +48,32 @@ def test_roles_on_different_nodes_save_before_the_time_limit_and_the_requeued_jo
     job.until("COMPLETED")
     assert job.resumed_from() == [saved]
     assert job.steps() == list(range(1, steps + 1))
+    assert (job.run_dir / "model/config.json").exists()
+    assert processes_naming(tmp_path) == []
+
+
+def test_rollout_processes_are_spread_over_the_trainers_nodes_and_each_makes_its_share(cluster, tmp_path):
+    """A plain job of two nodes: on each a trainer rank, an engine, and the rollout process that has this engine."""
+    spec = tiny_spec(
+        tmp_path,
+        {"placement": "colocated", "gpus_per_node": 1, "network": "hostname"},
+        training={"steps": 4, "prompts_per_step": 4},
+        rollout={"samples_per_prompt": 4, "max_new_tokens": 6, "processes": 2},
+        engine={"replicas": 2},
+        checkpoint={"every_steps": 2},
+    )
+    job = submit(cluster, spec)
+    job.until_steps(1)
+    for process, node in ((0, "node1"), (1, "node2")):
+        url = read_address(job.run_dir, process).url
+        assert url.startswith(f"http://{cluster.addresses[node]}:")
+        assert f"at http://{cluster.addresses[node]}:" in (job.run_dir / f"logs/engine-{process}.log").read_text()
+    job.until("COMPLETED")
+    assert job.steps() == [1, 2, 3, 4]
+    assert [step["rollout/engines"] for step in job.trained()] == [2, 2, 2, 2]
+    made = [job.samples_made(process) for process in (0, 1)]
+    assert all(made)
+    assert sum(made) == 4 * 4 * 4
     assert (job.run_dir / "model/config.json").exists()
     assert processes_naming(tmp_path) == []
 

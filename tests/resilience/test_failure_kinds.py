@@ -21,6 +21,9 @@ Root Cause (first observed failure):
     [
         (-9, "", FailureKind.INFRASTRUCTURE),
         (1, TORCHRUN.format(code=-9), FailureKind.INFRASTRUCTURE),
+        (143, "", FailureKind.INFRASTRUCTURE),
+        (1, TORCHRUN.format(code=143), FailureKind.INFRASTRUCTURE),
+        (255, "", FailureKind.PROGRAM),
         (2, "", FailureKind.DATA),
         (1, TORCHRUN.format(code=2), FailureKind.DATA),
         (1, TORCHRUN.format(code=1), FailureKind.PROGRAM),

@@ -50,6 +50,7 @@ class FakeEngine:
     def __init__(self, engine_id: str = "engine-0", answer: Answer = hashed_tokens) -> None:
         self.engine_id = engine_id
         self.answer = answer
+        self.logprob: Callable[[int], float] = lambda token: -0.5 - token / 1000
         self.faults: deque[str] = deque()
         self.delay_s = 0.0
         self.open = asyncio.Event()
@@ -226,7 +227,7 @@ class FakeEngine:
             "finish_reason": finish,
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(tokens),
-            "output_token_logprobs": [[-0.5 - token / 1000, token, None] for token in tokens],
+            "output_token_logprobs": [[self.logprob(token), token, None] for token in tokens],
             "weight_version": self.version,
             "weight_versions": spans,
             **self.extra_meta,
@@ -288,7 +289,7 @@ class FakeEngine:
             "finish_reason": finish,
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(tokens),
-            "output_token_logprobs": [[-0.5 - token / 1000, token, None] for token in tokens[start:]],
+            "output_token_logprobs": [[self.logprob(token), token, None] for token in tokens[start:]],
             "weight_version": self.version,
             "weight_versions": spans,
             **self.extra_meta,

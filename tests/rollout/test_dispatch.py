@@ -8,7 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, hashed_tokens
+from fake_engine import VOCABULARY, FakeEngine, hashed_tokens
+from msgspec.structs import replace
 
 from slimerl.engine.protocol import SamplingParams
 from slimerl.resilience.deadline import DeadlineExceeded
@@ -26,7 +27,7 @@ async def dispatching(
 ) -> AsyncIterator[tuple[Dispatcher, list[FakeEngine]]]:
     async with AsyncExitStack() as stack:
         fakes = [await stack.enter_async_context(FakeEngine(f"engine-{number}")) for number in range(engines)]
-        clients, router = EngineClients(request_s), LeastLoaded(capacity)
+        clients, router = EngineClients(request_s, VOCABULARY), LeastLoaded(capacity)
         dispatcher = Dispatcher(router, clients, request_s)
         for fake in fakes:
             fake.version = "0"
@@ -104,6 +105,25 @@ def test_what_cannot_succeed_is_not_tried_again(fault, reason):
         assert sum(len(fake.requests) for fake in engines) == 1
 
     play(scene)
+
+
+@pytest.mark.parametrize(("token", "logprob"), [(VOCABULARY, -0.5), (-1, -0.5), (2**40, -0.5), (7, 0.5), (7, -1e39)])
+@pytest.mark.parametrize("streams", [False, True])
+def test_tokens_and_log_probabilities_that_are_none_are_passed_on_to_nobody(token, logprob, streams):
+    """Injected: an engine answers an id outside of the vocabulary, or what no probability has for a logarithm (the
+    last is infinite in float32). A trainer that took it would end with an error, and every run that goes on there."""
+    told: list[list[int]] = []
+
+    async def scene(dispatcher: Dispatcher, engines: list[FakeEngine]) -> None:
+        engines[0].answer = lambda *_: [5, token, 2]
+        engines[0].logprob = lambda each: logprob if each == token else -0.5
+        asked = replace(request(), told=lambda new: told.append(new.tokens)) if streams else request()
+        with pytest.raises(GenerationFailed, match="engine-0 /generate: /generate answered") as caught:
+            await dispatcher.generate(asked)
+        assert caught.value.reason == "bad_answer"
+        assert told in ([], [[5]])
+
+    play(scene, engines=1)
 
 
 def test_a3_a_request_that_misses_its_deadline_is_aborted_on_its_engine():

@@ -11,6 +11,7 @@ from scene import Scene, rollout
 from slimerl.engine.protocol import SamplingParams
 from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.rewards.outcome import Failed, RewardRequest, Scored, Unparsable
+from slimerl.rollout.agents.loop import SingleTurn
 from slimerl.rollout.evaluation import EvaluationError, HeldOutSet
 from slimerl.rollout.prompts import Prompt
 from slimerl.samples.messages import EvaluateReply, EvaluateRequest
@@ -53,6 +54,31 @@ def test_r2_failures_are_counted_apart_from_wrong_answers():
         assert reply.mean_response_tokens > 0
 
     play(scene, engines=1, capacity=1)
+
+
+def test_a6_a_bug_in_one_answer_is_a_failure_of_it_and_not_of_the_evaluation():
+    """Injected: the agent loop raises at one prompt, judging at another, and the task of a third is cancelled."""
+
+    class Buggy(SingleTurn):
+        async def __call__(self, policy: Any, sample: Any, prompt: Any) -> Any:
+            if prompt.prompt_id == "h0":
+                raise KeyError("of the loop")
+            if prompt.prompt_id == "h3":
+                raise asyncio.CancelledError
+            return await super().__call__(policy, sample, prompt)
+
+    def judged(request: RewardRequest) -> Any:
+        if request.sample_id == "evaluation/h1":
+            raise ZeroDivisionError
+        return Scored(1.0, True)
+
+    async def scene(made: Scene) -> None:
+        made.reward.verdict = judged
+        await made.serve(0)
+        reply = await replace(made.evaluation, agent=Buggy()).run(EvaluateRequest(3, 10.0))
+        assert (reply.prompts, reply.failures, reply.accuracy) == (3, 3, 1.0)
+
+    play(scene)
 
 
 def test_accuracy_is_the_fraction_of_right_answers():

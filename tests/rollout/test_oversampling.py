@@ -151,6 +151,25 @@ def test_over_sampled_groups_of_an_earlier_process_are_taken_over_by_one_that_do
     assert process(after, oversample=1) == 12
 
 
+def test_a1_a_run_that_goes_on_with_less_staleness_refuses_what_is_older_than_that():
+    """Injected: max_staleness is set from 1 to 0 for a run that goes on; as few groups as there are would be trained
+    a version late, in a run that is to be synchronous."""
+
+    async def before(made: Scene) -> RolloutState:
+        await sync(made, 0)
+        made.scheduler.trained((await step(made, 1)).batch_id)
+        return decode(encode(made.scheduler.state()), RolloutState)
+
+    async def after(made: Scene) -> None:
+        made.scheduler.restore(state)
+
+    state = process(before, oversample=1.5)
+    assert {group.version for group in state.groups} == {0}
+    assert len(state.groups) <= 4, "no more than one step may have"
+    with pytest.raises(GateError, match=r"begun at version 0 .* at version 1: .* set it to 1 or more, as it was"):
+        process(after, staleness=0)
+
+
 @pytest.mark.parametrize(
     ("staleness", "factor", "admitted"), [(1, 1, 4), (1, 1.25, 5), (1, 1.3, 6), (2, 3, 12), (0, 1, 4)]
 )

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 from scene import rollout
 
 from slimerl.rewards.outcome import Failed, Outcome, RewardRequest, Scored, Unparsable, outcome_name
+from slimerl.rollout.agents.loop import SingleTurn
 
 FAILURES = [
     *("timeout", "worker_died", "memory", "sandbox", "bad_answer", "no_worker", "bad_return", "not_finite"),
@@ -66,3 +68,24 @@ def test_r2_outcomes_have_names_of_their_own():
 def _counts(metrics: dict[str, float]) -> Counter[str]:
     prefix = "reward/"
     return Counter({name.removeprefix(prefix): int(n) for name, n in metrics.items() if name.startswith(prefix)})
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("-inf"), 1e39])
+def test_r2_a_reward_that_is_no_number_costs_its_sample_whoever_gave_it(reward):
+    """Injected: an agent loop that judges by itself, or a sum of parts, gives NaN, or what float32 does not hold. All
+    trainer ranks would end with it, and again when the run goes on."""
+
+    class Judging(SingleTurn):
+        async def __call__(self, policy: Any, sample: Any, prompt: Any) -> Outcome:
+            await super().__call__(policy, sample, prompt)
+            return Scored(reward if sample.sample_id.endswith("/0") else 1.0, True)
+
+    async def scene() -> None:
+        async with rollout(agent=Judging()) as made:
+            await made.serve(0)
+            manifest = await made.batch(1)
+            assert {sample.reward for sample in manifest.samples} == {1.0}
+            assert manifest.metrics["reward/failed_not_finite"] == 2
+            assert made.store.counts().dropped == {"reward_not_finite": 2}
+
+    asyncio.run(scene())

@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 from fake_engine import LONG, go_on
 from scene import Scene, rollout
 
 from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.rollout.weights import HoldError
-from slimerl.samples.messages import EngineState, HoldReply, HoldRequest, ReleaseRequest, unpack_array
+from slimerl.samples.messages import EngineLost, EngineState, HoldReply, HoldRequest, ReleaseRequest, unpack_array
 
 Play = Callable[[Scene], Coroutine[Any, Any, None]]
 
@@ -227,6 +228,46 @@ def test_w2_an_engine_that_said_the_version_before_the_lease_proves_nothing_by_s
         await hold(made, 0, lease_s=0.05)
         await made.until(lambda: not made.weights.busy)
         assert states(made) == [(EngineState.DIRTY, 0)] * 2
+
+    play(scene)
+
+
+def start_anew(made: Scene, number: int) -> None:
+    """Another server registers as the engine of that number; it has whatever weights it started with."""
+    made.service.lost(EngineLost(made.engines[number].engine_id, "was killed by SIGKILL", 60.0))
+    made.service.register(msgspec.structs.replace(made.engines[number].info, admin_key="of the next start"))
+
+
+@pytest.mark.parametrize("named", ["whole", "dirty", "nothing"])
+def test_w2_an_engine_that_was_started_anew_while_weights_were_held_serves_after_a_sync_of_its_own(named):
+    """Fault: an engine dies in a sync, in or behind its commit, and another registers in its place before the
+    release; the trainer knows the first one alone, and says of it whatever became of that."""
+
+    async def scene(made: Scene) -> None:
+        await sync(made, 0)
+        reply = await hold(made, 1)
+        whole = commit(made, 1, 0, 1)
+        start_anew(made, 0)
+        dirty = {"engine-0": "it broke the connection"} if named == "dirty" else {}
+        made.weights.release(ReleaseRequest(reply.lease_id, 1, whole if named == "whole" else whole[1:], dirty))
+        assert states(made) == [(EngineState.JOINING, -1), (EngineState.SERVING, 1)]
+        assert made.service._unsynced() == ["engine-0"], "the trainer is told that it wants weights"
+        await sync(made, 1)
+        assert states(made) == [(EngineState.SERVING, 1)] * 2
+
+    play(scene)
+
+
+def test_w2_an_engine_that_was_started_anew_before_its_lease_ran_out_is_neither_released_nor_quarantined():
+    """Fault: the trainer ends in a sync, and one of its engines, in whose place another registers."""
+
+    async def scene(made: Scene) -> None:
+        await sync(made, 0)
+        await hold(made, 1, lease_s=0.1)
+        commit(made, 1, 0, 1)
+        start_anew(made, 0)
+        await made.until(lambda: made.router.version == 1)
+        assert states(made) == [(EngineState.JOINING, -1), (EngineState.SERVING, 1)]
 
     play(scene)
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from chaos import NotOurs, Survived, compared, emptied, order_of, read_survived, struck
@@ -14,29 +15,58 @@ STEPS = 20
 KINDS = ("engine's scheduler killed", "rollout role killed", "checkpoint truncated")
 
 
+COMMITTED = ("connection dropped", "answer delayed", "gradient no number")
+STEPS_PER_FAULT = 6
+
+
+def quick_spec(directory: Path, steps: int) -> Path:
+    spec = write_spec(
+        directory,
+        training={"steps": steps, "optimizer": {"lr": 1e-3}},
+        rollout={"samples_per_prompt": 8, "max_new_tokens": 6},
+        checkpoint={"every_steps": 2},
+    )
+    teach_digits(directory / "base")
+    return spec
+
+
+def undisturbed(spec: Path, directory: Path) -> Path:
+    """The directory of a run without faults."""
+    calm = directory / "calm"
+    command = [sys.executable, "-m", "slimerl.cli", "run", str(spec), f"output_dir={calm}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return calm
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a5_faults_of_every_role_change_neither_losses_nor_weights_and_leave_nothing(tmp_path):
     """Injected, at seeded moments: kills of a scheduler, of the rollout role (`struck` sees engines and
     trainer live through it), and of a trainer rank after the newest checkpoint was truncated."""
-    spec = write_spec(
-        tmp_path,
-        training={"steps": STEPS, "optimizer": {"lr": 1e-3}},
-        rollout={"samples_per_prompt": 8, "max_new_tokens": 6},
-        checkpoint={"every_steps": 2},
-    )
-    teach_digits(tmp_path / "base")
-    calm = tmp_path / "calm"
-    command = [sys.executable, "-m", "slimerl.cli", "run", str(spec), f"output_dir={calm}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-
+    spec = quick_spec(tmp_path, STEPS)
+    calm = undisturbed(spec, tmp_path)
     survived, problems = struck(spec, [], order_of(KINDS, len(KINDS), 5), 5, tmp_path)
     assert problems + compared(calm, tmp_path / "fire", STEPS) == []
     assert {one.kind for one in survived} == set(KINDS)
     restarts = [one["text"] for one in read_records(tmp_path / "fire" / EVENTS_FILE) if one.get("name") == RESTARTED]
     assert len(restarts) == len(KINDS), restarts
     assert "rollout was killed by SIGKILL; started again in place, from its journal (1 of 4)" in restarts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a5_faults_that_kill_nobody_from_outside_change_neither_losses_nor_weights(tmp_path):
+    """Injected, at seeded moments: an answer that is lost, one that comes late, and a gradient that is no number."""
+    steps = len(COMMITTED) * STEPS_PER_FAULT
+    spec = quick_spec(tmp_path, steps)
+    calm = undisturbed(spec, tmp_path)
+    survived, problems = struck(spec, [], order_of(COMMITTED, len(COMMITTED), 3), 3, tmp_path)
+    assert problems + compared(calm, tmp_path / "fire", steps) == []
+    assert {one.kind for one in survived} == set(COMMITTED)
+    restarts = [one["text"] for one in read_records(tmp_path / "fire" / EVENTS_FILE) if one.get("name") == RESTARTED]
+    assert len(restarts) == 1, "a gradient that is no number alone ends a role"
+    assert "trainer ended early with exit code 1; the run goes on after step" in restarts[0]
 
 
 def test_a_directory_of_someone_else_is_not_emptied(tmp_path):

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 
 from slimerl.samples.books import StoreError
 from slimerl.samples.journal import (
+    Admitted,
     Books,
+    Dropped,
     HandedOut,
     JournalDamaged,
     Record,
@@ -176,6 +178,16 @@ def test_a_frame_that_is_not_as_it_was_written_is_an_error_and_no_smaller_store(
     data[at : at + 5] = b"0/1/7"  # still a record, of another sample
     with pytest.raises(JournalDamaged, match=r"damaged: the frame at byte \d+ is not as it was written.*start the run"):
         Replay().apply(read_frames(bytes(data), "damaged"))
+
+
+def test_no_bit_of_a_journal_can_change_and_make_it_a_smaller_store():
+    """Injected: each bit flipped in turn; that of a length would say that the rest had not been written."""
+    data = b"".join(map(frame, [START, Admitted("0/a", 0, ["0/a/0", "0/a/1"]), Dropped("0/a", "0/a/1", "timeout")]))
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(JournalDamaged):
+            list(read_frames(bytes(changed), "damaged"))
 
 
 def test_a_payload_that_is_in_no_segment_any_more_is_missed():

@@ -47,6 +47,13 @@ def test_what_cannot_be_told_is_refused(evaluation, message):
         spec_of(evaluation)
 
 
+def test_an_evaluation_in_the_background_has_a_step_at_which_it_is_made():
+    beside = {"cluster": {"placement": "disaggregated"}}
+    assert spec_of({"background": True, "every_steps": 1, "sets": [SET]}, **beside).evaluation.background
+    with pytest.raises(SpecError, match=r"evaluation\.every_steps = 0 evaluates at no other; set that, or drop"):
+        spec_of({"background": True, "sets": [SET]}, **beside)
+
+
 def test_majorities_need_a_reward_that_tells_answers():
     voting = {"sets": [SET | {"majority_at": [8]}]}
     assert spec_of(voting, reward={"kind": "math"}).evaluation.sets[0].majority_at == (8,)

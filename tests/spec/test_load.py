@@ -279,6 +279,14 @@ def test_groups_of_one_are_refused_for_grpo(minimal):
     assert "samples_per_prompt must be at least 2" in refusal(minimal, "rollout.samples_per_prompt=1")
 
 
+def test_more_updates_than_a_step_with_lost_samples_has_samples_are_refused(minimal):
+    """A step of 2 prompts may come to 4 samples, where all others are lost; a fifth update would end the run."""
+    step = ("training.prompts_per_step=2", "rollout.samples_per_prompt=8")
+    assert load_spec(minimal, [*step, "training.minibatches_per_step=4"]).training.minibatches_per_step == 4
+    told = refusal(minimal, *step, "training.minibatches_per_step=5")
+    assert "may have 4 left, 2 of each prompt: too few for training.minibatches_per_step = 5" in told
+
+
 def test_a_context_too_short_for_prompt_and_response_is_refused(minimal):
     assert "engine.context_tokens" in refusal(minimal, "engine.context_tokens=100")
 

@@ -230,3 +230,17 @@ def test_c5_a_disk_without_space_costs_no_older_checkpoint(ranks, tmp_path, made
         assert ranks.run(2, checkpoint_ranks.find_and_load, [spec])[0] == [(1, b"source at 1", [])]
     finally:
         os.system(f"umount {spec.run_dir / 'checkpoints'}")
+
+
+def test_a_stop_waits_for_the_step_whose_checkpoint_needs_no_reference_model(ranks, tmp_path, made):
+    """Injected: the run is asked to stop from the start; its reference model is refreshed after step 2, so that one
+    that went on after step 1 or 3 would take another model for its reference."""
+    model = made[0] / "model"
+    refreshed = {"name": "grpo", "kl_coef": 0.1, "reference_refresh_steps": 2}
+    spec = run_spec(tmp_path / "refreshed", model, algorithm=refreshed, checkpoint={"every_steps": 100, "keep_last": 9})
+    spec.run_dir.mkdir()
+    (spec.run_dir / directory.STOP_FILE).touch()
+    for _, error in ranks.run(2, checkpoint_ranks.run_with_checkpoints, spec):
+        assert error == ""
+    assert names(spec) == ["step-2"]
+    assert not (spec.run_dir / directory.STOP_FILE).exists(), "the request is answered"

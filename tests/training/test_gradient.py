@@ -1,5 +1,6 @@
 """The gradient of a GRPO step equals that of a plain autograd program over the Hugging Face model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,28 @@ def reference_step(model, minibatches: int) -> float:
                 parameter -= parameter.grad
         total, count = total + loss.item(), count + tokens
     return total / count
+
+
+def step_that_is_no_number(model_path: Path, parallel: ParallelSpec) -> str:
+    from slimerl.training.step import NotFinite
+
+    trainer = tiny.trainer(built := tiny.build(model_path, parallel), ALGORITHM, PLAIN, steps=1)
+    first, *others = STEP.samples
+    broken = tiny.Step([replace(first, advantage=float("nan")), *others])
+    try:
+        trainer.step(tiny.micro_batches(broken, built, 40))
+    except NotFinite as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize("parallel", [ParallelSpec(data=2), ParallelSpec(pipeline=2)], ids=["DP2", "PP2"])
+def test_a_gradient_that_is_no_number_ends_the_step_on_every_rank(ranks, tmp_path, parallel):
+    """Injected: the advantage of one sample is NaN. Weights that it has spoilt are neither sent nor saved: what comes
+    behind the step does not come."""
+    tiny.write_model(tmp_path, "qwen3", num_hidden_layers=2)
+    for said in ranks.run(2, step_that_is_no_number, tmp_path, parallel):
+        assert said.startswith("the gradient norm is nan; the weights are spoilt")
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])

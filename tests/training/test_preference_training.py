@@ -37,14 +37,15 @@ def pairs_of(step):
     return list(zip(step.samples[::2], step.samples[1::2], strict=True))
 
 
-def reference_run(model, leads) -> list[tuple[float, float]]:
+def reference_run(model, algorithm, leads) -> list[tuple[float, float]]:
     """Train `model` in place on pairs; (loss, share of pairs in which the chosen one leads) of each step."""
     found = []
-    for step in value_ranks.steps_of(DPO):
-        margins = torch.stack([leads(model, *pair) for pair in pairs_of(step)])
-        loss = -torch.nn.functional.logsigmoid(margins).mean()
+    for step in value_ranks.steps_of(algorithm):
+        lead = torch.stack([leads(model, *pair) for pair in pairs_of(step)])
+        margins = torch.tensor([chosen.margin for chosen, _ in pairs_of(step)], dtype=torch.float64)
+        loss = -torch.nn.functional.logsigmoid(lead - margins).mean()
         descend(model, loss)
-        found.append((loss.item(), (margins > 0).double().mean().item()))
+        found.append((loss.item(), (lead > 0).double().mean().item()))
     return found
 
 
@@ -53,7 +54,7 @@ def assert_same_training(ranks, models, algorithm, name, model, leads) -> None:
         1, value_ranks.train, models, ParallelSpec(), [algorithm], PLAIN, {"at_least": 2, "shared_prefix": True}
     )
     before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-    for found, (loss, accuracy) in zip(figures, reference_run(model, leads), strict=True):
+    for found, (loss, accuracy) in zip(figures, reference_run(model, algorithm, leads), strict=True):
         assert found["train/loss"] == pytest.approx(loss, rel=1e-4)
         assert found["preference/accuracy"] == pytest.approx(accuracy)
     for key, parameter in model.named_parameters():
@@ -163,6 +164,21 @@ def test_a_row_becomes_two_answers_to_one_prompt(tmp_path, tokenizer):
         assert tokenizer.decode(half.tokens[half.prompt_length : -1]) == text
         assert half.tokens[-1] == EOS
     assert (pair.sample_id, pair.chosen.sample_id, pair.rejected.sample_id) == ("7", "7 chosen", "7 rejected")
+
+
+def test_a_row_says_by_how_much_its_chosen_answer_is_to_lead(tmp_path, tokenizer):
+    from slimerl.training.batches import PackForm, pack
+
+    row = {"id": "a", "prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    rows = (row | {"margin": 1.5}, row | {"id": "b"}, row | {"id": "c", "margin": 2})
+    pairs = read(tmp_path / "p.jsonl", tokenizer, *rows)
+    halves = [half for pair in pairs for half in (pair.chosen, pair.rejected)]
+    assert pack(halves, 1.0, PackForm(scores=True)).margins.tolist() == [1.5, 0.0, 2.0]
+    assert pack(halves, 1.0, PackForm()).margins is None, "dpo has none"
+    with pytest.raises(DataError, match=r"p.jsonl:2: 'margin' is '1'; it is a number, 0 or more"):
+        read(tmp_path / "p.jsonl", tokenizer, row, row | {"id": "b", "margin": "1"})
+    with pytest.raises(DataError, match=r"p.jsonl:1: 'margin' is -1"):
+        read(tmp_path / "p.jsonl", tokenizer, row | {"margin": -1})
 
 
 def test_r3_pairs_that_are_none_are_refused_once_each(tmp_path, tokenizer):

@@ -13,6 +13,7 @@ from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.samples.messages import (
     ADDRESS_FILE,
     TOKEN_HEADER,
+    BatchTrained,
     HoldReply,
     HoldRequest,
     Refusal,
@@ -21,7 +22,7 @@ from slimerl.samples.messages import (
     encode,
 )
 from slimerl.samples.messages import Path as Endpoint
-from slimerl.training.rollout_client import REPEATED, RoleGone, RolloutClient, ServiceFailed
+from slimerl.training.rollout_client import BROKEN, NOT_TWICE, REPEATED, RoleGone, RolloutClient, ServiceFailed
 
 WITHIN_S = 20.0
 
@@ -111,24 +112,44 @@ def test_a_role_that_listens_at_the_port_of_the_one_that_ended_is_known_by_its_t
     assert client.next_batch(3, 10.0) == SyncWanted(["engine-0"])
 
 
-def test_a_call_that_broke_although_its_role_lives_is_not_made_again(tmp_path, roles):
-    """Injected: one connection is closed without an answer; the role answers others."""
-    role = Role("first").announce(tmp_path)
-    roles.append(role)
-    client = connected(tmp_path)
+def breaks(role: Role, path: Endpoint, times: int) -> list[str]:
+    """So many connections are closed without an answer when this is asked; the role answers others. Returns those."""
     handler = role.server.RequestHandlerClass
-    answer, broken = handler._answer, []
+    answer, broken = handler._answer, list[str]()
 
-    def once(self) -> None:
-        if self.path == Endpoint.BATCH_TRAINED and not broken:
+    def breaking(self) -> None:
+        if self.path == path and len(broken) < times:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
             broken.append(self.path)
             return
         answer(self)
 
-    handler._answer = once
+    handler._answer = breaking
+    return broken
+
+
+@pytest.mark.parametrize("successor_s", [0.0, WITHIN_S])
+def test_a_call_whose_connection_broke_although_its_role_lives_is_made_again(tmp_path, roles, successor_s):
+    """Injected: connections that are closed without an answer. Each would cost the run one of its restarts, and two
+    without a step between them the run."""
+    roles.append(Role("first").announce(tmp_path))
+    client = connected(tmp_path, successor_s)
+    broken = breaks(roles[0], Endpoint.NEXT_BATCH, BROKEN)
+    assert client.next_batch(3, 10.0) == SyncWanted(["engine-0"])
+    assert len(broken) == BROKEN
+
+
+@pytest.mark.parametrize("path", [Endpoint.BATCH_TRAINED, *NOT_TWICE])
+def test_a_connection_that_breaks_each_time_is_told_soon(tmp_path, roles, path):
+    """Injected: connections that are closed without an answer, each time. A call that must not be made twice of one
+    role is not."""
+    roles.append(Role("first").announce(tmp_path))
+    client = connected(tmp_path)
+    broken = breaks(roles[0], path, 100)
     begun = time.monotonic()
-    with pytest.raises(RoleGone, match=r"/batches/trained: the rollout role at .* cannot be reached"):
-        client.trained("step-1", 1)
+    with pytest.raises(RoleGone, match=rf"{path}: the rollout role at .* cannot be reached"):
+        client._ask("POST", path, BatchTrained("step-1", 1), None)
+    assert len(broken) == (1 if path in NOT_TWICE else 1 + BROKEN)
     assert time.monotonic() - begun < WITHIN_S / 2
 
 

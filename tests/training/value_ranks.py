@@ -1,6 +1,6 @@
 """What the tests of critics, reward models and DPO run on ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,13 @@ def train(
 
 def steps_of(algorithm: AlgorithmSpec) -> list[tiny.Step]:
     group = 2 if algorithm_of(algorithm).needs.pairs else 4
-    return [tiny.random_step(seed, samples=8, longest=12, group=group) for seed in (11, 12)]
+    steps = [tiny.random_step(seed, samples=8, longest=12, group=group) for seed in (11, 12)]
+    return [_with_margins(step) for step in steps] if algorithm_of(algorithm).needs.scores else steps
+
+
+def _with_margins(step: tiny.Step) -> tiny.Step:
+    """Of each pair another; what stands at a rejected answer is not read."""
+    return replace(step, samples=[replace(each, margin=number / 4) for number, each in enumerate(step.samples)])
 
 
 def scores_and_export(model: Path, out: Path, parallel: ParallelSpec) -> list[list[float]]:

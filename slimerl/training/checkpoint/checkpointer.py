@@ -61,7 +61,7 @@ class Checkpointer:
             SaveFailed: as `after_step`.
         """
         self._finish_if_done()
-        self.stopping = self._asked_to_stop()
+        self.stopping = self._may_end_run(step) and self._asked_to_stop()
         if not self._due(step):
             return
         self._source = None
@@ -115,6 +115,11 @@ class Checkpointer:
     @property
     def _stop_file(self) -> Path:
         return self.spec.run_dir / directory.STOP_FILE
+
+    def _may_end_run(self, step: int) -> bool:
+        """Between two refreshes the reference model is that of an earlier step, which no checkpoint has."""
+        refresh = self.spec.algorithm.reference_refresh_steps
+        return not refresh or step % refresh == 0
 
     def _asked_to_stop(self) -> bool:
         """Decided by one rank: a file may appear while the others look."""
