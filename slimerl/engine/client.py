@@ -30,9 +30,9 @@ from slimerl.engine.protocol import (
     read_answer,
     read_generation,
     read_version,
+    written_body,
 )
 from slimerl.engine.streams import StreamedAnswer, StreamRefused
-from slimerl.resilience.time_limit import TimeLimits
 
 _KEEP_ALIVE_S = 2.0
 """Below the server's 5 s: it must never close a connection that a request is just being written to."""
@@ -84,7 +84,6 @@ class EngineClient:
         self._vocabulary = vocabulary
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        self._limits = TimeLimits()
         headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
         self._connections = Connections(self.url, headers, _KEEP_ALIVE_S)
         self._dialect: UpdateDialect | None = None
@@ -129,7 +128,9 @@ class EngineClient:
         if told is not None:
             return await self._stream({**body, "stream": True}, told, timeout_s)
         try:
-            generation: Generation = await self._call("POST", Endpoint.GENERATE, body, timeout_s, read=read_answer)
+            generation: Generation = await self._call(
+                "POST", Endpoint.GENERATE, written_body(body), timeout_s, read=read_answer
+            )
             check_sampled(generation.tokens, generation.logprobs, self._vocabulary)
             return generation
         except (EngineTimeout, asyncio.CancelledError):
@@ -147,7 +148,7 @@ class EngineClient:
 
         streamed = StreamedAnswer(checked)
         try:
-            whole = await self._call("POST", Endpoint.GENERATE, body, timeout_s, streamed.feed)
+            whole = await self._call("POST", Endpoint.GENERATE, written_body(body), timeout_s, streamed.feed)
             if whole is None:
                 return streamed.generation()
             generation = read_generation(whole)  # from a server that does not stream
@@ -288,26 +289,25 @@ class EngineClient:
     # --- transport
 
     async def _post(self, endpoint: Endpoint, body: dict | None, timeout_s: float | None) -> Any:
-        return await self._call("POST", endpoint, body, timeout_s)
+        data = () if body is None else (msgspec.json.encode(body),)
+        return await self._call("POST", endpoint, data, timeout_s)
 
     async def _get(self, endpoint: Endpoint, timeout_s: float | None) -> Any:
-        return await self._call("GET", endpoint, None, timeout_s)
+        return await self._call("GET", endpoint, (), timeout_s)
 
     async def _call(
         self,
         method: str,
         endpoint: Endpoint,
-        body: dict | None,
+        body: Sequence[bytes | memoryview],
         timeout_s: float | None,
         take: Take | None = None,
         read: Callable[[bytes], Any] = _parsed,
     ) -> Any:
-        """`read`: of an answer's body; what it raises is raised."""
+        """`body`: in pieces; `read`: of an answer's body; what it raises is raised."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        data = None if body is None else msgspec.json.encode(body)
         try:
-            with self._limits.within(limit_s):
-                status, content = await self._connections.request(method, endpoint, data, take)
+            status, content = await self._connections.request(method, endpoint, body, take, limit_s)
         except TimeoutError:
             raise EngineTimeout(
                 self.engine_id,

@@ -6,7 +6,7 @@ Weight updates come in two dialects. From 0.5.21 on they stand between `begin_we
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -20,10 +20,6 @@ UNVERIFIED_VERSION = -1
 
 LOADER = "slimerl.engine.inside.loader.receive"
 """The custom weight loader through which all weight traffic goes; also SGLang's `load_format` for it."""
-
-
-_Pair = tuple[float, int, str | None]
-"""Log-probability, token, and its text where that was asked for."""
 
 
 class Endpoint(StrEnum):
@@ -72,8 +68,7 @@ class ProtocolError(ValueError):
     """The server's answer is not what this version of the protocol promises."""
 
 
-@dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True):
     """`seed` keys the draw: the same seed and the same tokens give the same next token in any batch.
 
     `temperature` 0 takes the most likely token; its logprob is then the one at temperature 1.
@@ -89,7 +84,7 @@ class SamplingParams:
     score_alternatives: int = 0
     """The most likely tokens of each of these places that are listed beside; above the size of the vocabulary SGLang's
     scheduler ends."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Further sampling parameters of SGLang, as they stand."""
 
     def wire(self) -> dict[str, Any]:
@@ -118,7 +113,7 @@ class Generation(msgspec.Struct, frozen=True):
     meta: dict[str, Any]
     """The server's whole `meta_info`, unknown fields included; log-probabilities perhaps as `msgspec.Raw`."""
     answer: dict[str, Any]
-    """The rest of the server's answer."""
+    """The rest of the server's answer; `output_ids` perhaps as `msgspec.Raw`."""
     routing: RoutedExperts | None = None
     """Where it was asked for and is told."""
 
@@ -129,9 +124,10 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: str, extra: Mapping[str, Any]) -> dict:
+    """To be written by `written_body`; ids that are written already stay as they are."""
     body: dict[str, Any] = {
         "rid": request_id,
-        "input_ids": input_ids.json() if isinstance(input_ids, WrittenIds) else list(input_ids),
+        "input_ids": input_ids if isinstance(input_ids, WrittenIds) else list(input_ids),
         "sampling_params": params.wire(),
         "return_logprob": True,
         "stream": False,
@@ -143,9 +139,20 @@ def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: 
     return {**body, **extra}
 
 
-_PAIRS = b'"output_token_logprobs":'
-_read_pairs = msgspec.json.Decoder(list[_Pair]).decode
+def written_body(body: dict[str, Any]) -> Sequence[bytes | memoryview]:
+    """JSON, in pieces: ids that are written already, which are nearly all of it, are not copied."""
+    ids = body.get("input_ids")
+    if not isinstance(ids, WrittenIds):
+        return (_write(body),)
+    rest = _write({**body, "input_ids": ()})
+    at = rest.index(_NO_IDS) + len(_NO_IDS) - 1
+    return memoryview(rest)[:at], memoryview(ids.text)[:-1], memoryview(rest)[at:]
+
+
+_NO_IDS = b'"input_ids":[]'
+_IDS, _PAIRS = b'"output_ids":[', b'"output_token_logprobs":[['
 _read_any = msgspec.json.Decoder().decode
+_write = msgspec.json.Encoder().encode
 
 
 ANY_VOCABULARY = 2**31
@@ -177,39 +184,56 @@ def check_sampled(tokens: Sequence[int], logprobs: Sequence[float], vocabulary: 
 def read_answer(content: bytes) -> Generation:
     """`read_generation` for the body of an answer.
 
-    Log-probabilities are most of it. They are read as what they must be, and stay in `meta` as they were written, for
-    who passes them on. Where they are not what is expected, everything is read as it comes.
+    Tokens and log-probabilities are most of it. They are read as what they must be, and stay in `answer` and `meta` as
+    they were written, for who passes them on. Where they are not what is expected, everything is read as it comes.
 
     Raises:
         ProtocolError: it is not JSON, or as `read_generation`.
     """
-    begin = content.find(_PAIRS + b"[[") + len(_PAIRS)
-    end = content.find(b"]]", begin) + 2
     try:
-        if begin >= len(_PAIRS) and end >= 2:
-            written = content[begin:end]
-            answer = _read_any(b"%b0%b" % (content[:begin], content[end:]))
-            meta = answer["meta_info"]
-            if meta["output_token_logprobs"] == 0:
-                meta["output_token_logprobs"] = msgspec.Raw(written)
-                return _checked(answer, _read_pairs(written))
+        generation = _read_apart(content)
     # whatever is the matter with it is said below
     except (msgspec.MsgspecError, LookupError, TypeError):
-        pass
+        generation = None
+    if generation is not None:
+        return generation
     try:
         return read_generation(_read_any(content))
     except msgspec.DecodeError as error:
         raise ProtocolError(f"a /generate answer that is not JSON ({error}): {content[:300]!r}") from None
 
 
+def _read_apart(content: bytes) -> Generation | None:
+    """None: it is none of those that are known."""
+    ids_begin = content.find(_IDS) + len(_IDS) - 1
+    ids_end = content.find(b"]", ids_begin) + 1
+    begin = content.find(_PAIRS, ids_end) + len(_PAIRS) - 2
+    end = content.find(b"]]", begin) + 2
+    if ids_begin < len(_IDS) - 1 or begin < ids_end or end < begin:
+        return None
+    ids, pairs = content[ids_begin:ids_end], content[begin:end]
+    answer = _read_any(b"%b0%b0%b" % (content[:ids_begin], content[ids_end:begin], content[end:]))
+    meta = answer["meta_info"]
+    if answer["output_ids"] != 0 or meta["output_token_logprobs"] != 0 or _of_no_token(meta["finish_reason"]):
+        return None
+    # [logprob, token, null] each: one flat list is read faster than many short ones
+    flat = _read_any(b"[%b]" % pairs.translate(None, b"[]"))
+    tokens, count = flat[1::3], pairs.count(b"[") - 1
+    if len(flat) != 3 * count or flat[2::3].count(None) != count or _write(tokens) != ids:
+        return None
+    logprobs = msgspec.convert(flat[0::3], list[float])
+    answer["output_ids"], meta["output_token_logprobs"] = msgspec.Raw(ids), msgspec.Raw(pairs)
+    return _checked(answer, tokens, logprobs)
+
+
 def read_generation(answer: dict[str, Any]) -> Generation:
     """Raises ProtocolError where tokens, logprobs and versions do not agree in number, or are none."""
-    return _checked(answer, None)
+    return _checked(answer, None, None)
 
 
-def _checked(answer: dict[str, Any], pairs: Sequence[_Pair] | None) -> Generation:
+def _checked(answer: dict[str, Any], tokens: list[int] | None, logprobs: list[float] | None) -> Generation:
     try:
-        return _generation(answer, pairs)
+        return _generation(answer, tokens, logprobs)
     except ProtocolError:
         raise
     # whatever else the server sent in their place
@@ -219,17 +243,18 @@ def _checked(answer: dict[str, Any], pairs: Sequence[_Pair] | None) -> Generatio
         ) from None
 
 
-def _generation(answer: dict[str, Any], known: Sequence[_Pair] | None) -> Generation:
-    """`known`: the answer's log-probabilities, where they are known to be some."""
+def _generation(answer: dict[str, Any], tokens: list[int] | None, logprobs: list[float] | None) -> Generation:
+    """`tokens`, `logprobs`: the answer's, where they are known; else they are read from it."""
     meta = answer["meta_info"]
-    pairs = known if known is not None else meta.get("output_token_logprobs") or []
+    pairs = meta.get("output_token_logprobs") or []
     finish = meta["finish_reason"]
-    if isinstance(finish, dict) and finish.get("length") == 0:
-        pairs = []  # a request for no token that was batched with others has the logprob of one it does not have
-    tokens, logprobs = _numbers(pairs) if known is None else ([pair[1] for pair in pairs], [pair[0] for pair in pairs])
-    output_ids = answer.get("output_ids") or []
-    if output_ids != tokens:
-        raise ProtocolError(f"/generate answered {len(output_ids)} output_ids, but logprobs of {len(tokens)} tokens")
+    if tokens is None or logprobs is None:
+        tokens, logprobs = _numbers([] if _of_no_token(finish) else pairs)
+        output_ids = answer.get("output_ids") or []
+        if output_ids != tokens:
+            raise ProtocolError(
+                f"/generate answered {len(output_ids)} output_ids, but logprobs of {len(tokens)} tokens"
+            )
     return Generation(
         tokens=tokens,
         logprobs=logprobs,
@@ -238,6 +263,11 @@ def _generation(answer: dict[str, Any], known: Sequence[_Pair] | None) -> Genera
         meta=meta,
         answer={key: value for key, value in answer.items() if key != "meta_info"},
     )
+
+
+def _of_no_token(finish: object) -> bool:
+    """A request for no token that was batched with others has the log-probability of one it does not have."""
+    return isinstance(finish, dict) and finish.get("length") == 0
 
 
 def _numbers(pairs: Sequence[Any]) -> tuple[list[int], list[float]]:

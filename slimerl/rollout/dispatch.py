@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ from slimerl.rollout.routed import with_routing
 from slimerl.rollout.router import Query, Reservation, Router
 from slimerl.rollout.shared_prompts import SharedPrompts
 from slimerl.rollout.suspects import Suspects
-from slimerl.rollout.tries import TryFailed, as_failure, check_answer, check_versions
+from slimerl.rollout.tries import TryFailed, as_failure, check_answer, check_versions, newest_version
 from slimerl.rollout.under_way import LOST, UnderWay
 from slimerl.samples.messages import EngineState
 from slimerl.samples.written_ids import Tokens
@@ -49,8 +49,7 @@ _NAMED = 8
 """Requests that an error names at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct, frozen=True):
     request_id: str
     group: str
     tokens: Tokens
@@ -154,7 +153,8 @@ class Dispatcher:
                 if not sent:
                     started()
                     sent = True
-                await self._share_prompt(slot, request)
+                if request.group:
+                    await self._share_prompt(slot, request)
                 generation = await self._try(slot, request, live)
                 whole = live.whole(generation) if live is not None else generation
                 return Completion(whole, slot.engine_id, failures + lost + 1)
@@ -257,7 +257,7 @@ class Dispatcher:
 
     def _grant(self) -> None:
         """Slots for those who wait."""
-        if self._held or self._granting is not None:
+        if self._held or self._granting is not None or not len(self._lanes):
             return
         if self._lanes.hand_out(self._granted, GRANTED_AT_ONCE):
             self._granting = asyncio.get_running_loop().call_soon(self._grant_rest)
@@ -308,7 +308,8 @@ class Dispatcher:
             raise _NotSent
 
     async def _compute_prompt(self, engine_id: str, request: GenerateRequest) -> None:
-        alone = replace(request, params=SamplingParams(max_new_tokens=0, temperature=0.0), routing_from=None)
+        nothing = SamplingParams(max_new_tokens=0, temperature=0.0)
+        alone = msgspec.structs.replace(request, params=nothing, routing_from=None)
         try:
             await self._under_way.unless_lost(engine_id, self._ask(engine_id, alone, self._new_name(request), None))
         except TryFailed as failure:
@@ -361,11 +362,11 @@ class Dispatcher:
 
     def _is_ahead(self, generation: Generation) -> bool:
         """Was it sampled with new weights that are not proven yet? Engines go on a moment before that is known here."""
-        return self._held and max(generation.versions, default=-1) > self.router.version
+        return self._held and newest_version(generation) > self.router.version
 
     async def _until_proven(self, generation: Generation, engine_id: str, since: int) -> None:
         """`since`: the version that was served when the try began."""
-        if max(generation.versions, default=-1) <= since:
+        if newest_version(generation) <= since:
             return
         if self._is_ahead(generation):
             with suppress(TimeoutError):

@@ -10,6 +10,7 @@ Invariant: what a request adds to its seat is taken off exactly once, and never 
 over meanwhile (a seat is an incarnation; its slot number may be given out again).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -63,7 +64,16 @@ class Seat:
     """Tokens of KV that they hold, or will."""
     expected: int = 0
     """Tokens that they are expected to generate."""
+    decode_s: float = 0.0
+    """What they add to a decode step."""
+    closed_s: float = math.inf
+    """Waiting for a slot, and KV pressure; infinite where nothing may be sent."""
     gone: bool = False
+
+    @property
+    def prefill_s(self) -> float:
+        """Weighed seconds per prompt token that is not cached."""
+        return PREFILL_WEIGHT / self.model.prefill_tokens_per_s
 
 
 @dataclass(slots=True)
@@ -79,14 +89,16 @@ class Fleet:
     """Of serving engines."""
     total_slots: int = 0
     serving: int = 0
+    least_prefill_s: float = math.inf
+    """`Seat.prefill_s` of the fastest engine."""
     _count: int = 0
     _free: list[int] = field(default_factory=list)
     _decode: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """What the running requests add to a decode step."""
+    """By slot, as the following: the seats' `decode_s`."""
     _closed: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """Waiting for a slot, and KV pressure; infinite where nothing may be sent."""
+    """`closed_s`."""
     _prefill: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """Weighed seconds per prompt token that is not cached."""
+    """`prefill_s`."""
     _prefilled_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """When the prompts that were sent so far will be prefilled."""
     _last_chosen: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -103,7 +115,8 @@ class Fleet:
         self.seats[slot] = seat
         self._decode[slot] = 0.0
         self._closed[slot] = np.inf
-        self._prefill[slot] = PREFILL_WEIGHT / model.prefill_tokens_per_s
+        self._prefill[slot] = seat.prefill_s
+        self.least_prefill_s = min(self.least_prefill_s, seat.prefill_s)
         self._prefilled_at[slot] = 0.0
         self._last_chosen[slot] = self._count
         # As much as the others had: it is not to be flooded with every new group until it has caught up.
@@ -117,6 +130,7 @@ class Fleet:
         seat.gone = True
         self.seats[seat.slot] = None
         self._free.append(seat.slot)
+        self.least_prefill_s = min((other.prefill_s for other in self.seats if other is not None), default=math.inf)
 
     def serve(self, seat: Seat, serving: bool) -> None:
         """In or out of service."""
@@ -157,6 +171,25 @@ class Fleet:
             costs += np.maximum(self._prefilled_at - self.clock(), 0.0)
         return costs
 
+    def cost(self, seat: Seat, missing: int, expected: int) -> float:
+        """Seconds, as `costs`, for one engine alone; `missing`: prompt tokens that are not cached there."""
+        cost = seat.decode_s * expected + seat.closed_s + seat.prefill_s * missing
+        if self.clock is not None:
+            cost += max(float(self._prefilled_at[seat.slot]) - self.clock(), 0.0)
+        return cost
+
+    def prefill_s(self, slot: int) -> float:
+        """Weighed seconds per prompt token that is not cached."""
+        return float(self._prefill[slot])
+
+    def dearer_elsewhere(self, seat: Seat, missing: int, missing_elsewhere: int, expected: int, gain: float) -> bool:
+        """Would any other engine, were it idle, be more than one `gain`th as dear? Looks at none of them.
+
+        Args:
+            missing: prompt tokens that are not cached at `seat`; `missing_elsewhere`: at the engine that has the most.
+        """
+        return gain * self.least_prefill_s * missing_elsewhere >= self.cost(seat, missing, expected)
+
     def place(self, seat: Seat, sessions: int) -> None:
         """`sessions` were, or will be, placed on an engine; negative: they went elsewhere after all."""
         if sessions > 0:
@@ -174,10 +207,6 @@ class Fleet:
 
     def _mean_share(self) -> float:
         return float(self._share @ self._in_service) / self.serving if self.serving else 0.0
-
-    def prefill_s(self, slot: int) -> float:
-        """Weighed seconds per prompt token that is not cached."""
-        return float(self._prefill[slot])
 
     def least(self, costs: np.ndarray) -> Seat | None:
         """The seat of least cost, among equals the least recently chosen; None where all are infinite."""
@@ -199,20 +228,31 @@ class Fleet:
         self._price(seat)
 
     def _price(self, seat: Seat) -> None:
-        if not self.open(seat):
-            self._closed[seat.slot] = np.inf
-            return
+        model = seat.model
+        if not seat.serving or seat.load >= self.capacity:
+            closed_s = math.inf
+        elif seat.load < model.slots and seat.kv <= KV_FREE_USE * model.kv_tokens:
+            closed_s = 0.0
+        else:
+            closed_s = self._closed_s(seat)
+        if closed_s != seat.closed_s:
+            self._closed[seat.slot] = seat.closed_s = closed_s
+        self._decode[seat.slot] = seat.decode_s = (
+            model.step_per_request_s * seat.load + model.step_per_kv_token_s * seat.kv
+        )
+
+    def _closed_s(self, seat: Seat) -> float:
+        """Of an engine that is open."""
         model, load = seat.model, seat.load
-        self._decode[seat.slot] = model.step_per_request_s * load + model.step_per_kv_token_s * seat.kv
-        price = 0.0
+        closed = 0.0
         short = seat.kv / model.kv_tokens - KV_FREE_USE
         if short > 0:
-            price = KV_PRESSURE_S * short / (1.0 - KV_FREE_USE)
+            closed = KV_PRESSURE_S * short / (1.0 - KV_FREE_USE)
         if load >= model.slots:
             # One slot comes free each time that one of `slots` requests has generated its mean share.
             step = model.step_s + model.step_per_request_s * model.slots
-            price += (load - model.slots + 1) * (seat.expected / load) * step / model.slots
-        self._closed[seat.slot] = price
+            closed += (load - model.slots + 1) * (seat.expected / load) * step / model.slots
+        return closed
 
     def _grow(self) -> None:
         old = len(self.seats)

@@ -17,8 +17,9 @@ import numpy as np
 
 from slimerl.rollout.kv_fleet import FULL_S, EngineModel, Fleet, Seat
 from slimerl.rollout.kv_memory import Group, Memory, Session
+from slimerl.rollout.kv_plan import Plan, plan_of
 from slimerl.rollout.kv_tail import InFlight, Move, evens_out, may_be_tail, tail_moves
-from slimerl.rollout.prefix_index import BLOCK_TOKENS, PrefixIndex, hash_blocks
+from slimerl.rollout.prefix_index import BLOCK_TOKENS, PrefixIndex
 from slimerl.rollout.router import LeastLoaded, Query, Reservation, RouterError
 from slimerl.samples.messages import EngineInfo, EngineState
 
@@ -43,22 +44,6 @@ HOME_LOAD = 1.25
 WORTH = 0.005
 """... if that saves at least this share of the time that it will decode: less is not worth long answers of one group
 clumping on one engine."""
-
-
-_OPENING = "opening "
-"""Before the key of its last block: the name of a group that nobody has named."""
-
-
-class _Plan(msgspec.Struct, frozen=True):
-    """What was found out when a query was routed, for its reservation."""
-
-    query: Query
-    prompt: int
-    keys: list[int]
-    cached: dict[int, int]
-    """Prompt tokens that are cached, by slot."""
-    group: str
-    """The query's; of one that names none, sessions that open with the same prompt are siblings."""
 
 
 class _Held(msgspec.Struct, frozen=True):
@@ -93,6 +78,8 @@ class KvRouter:
     ) -> None:
         self.siblings = siblings
         self.moves = 0
+        self.version = -1
+        """Version that engines must serve; -1 before the first release."""
         self._roster = LeastLoaded(capacity)
         self._fleet = Fleet(capacity, clock)
         self._model = model or EngineModel()
@@ -102,14 +89,10 @@ class KvRouter:
         self._seats: dict[str, Seat] = {}
         self._draining: set[str] = set()
         self._held: dict[int, _Held] = {}
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
+        self._in_service: tuple[str, ...] = ()
 
     # --- engines
-
-    @property
-    def version(self) -> int:
-        """Version that engines must serve; -1 before the first release."""
-        return self._roster.version
 
     def join(self, engine: EngineInfo) -> None:
         """Add an engine, JOINING; one of the same id (a restarted engine) is replaced, its cache forgotten."""
@@ -140,6 +123,7 @@ class KvRouter:
     def release(self, version: int, whole: Iterable[str], dirty: Mapping[str, str]) -> None:
         """As `LeastLoaded.release`; all KV of an older version is forgotten."""
         self._roster.release(version, whole, dirty)
+        self.version = version
         self._plan = None
         if version != self._index.version:
             self._index.renew(version)
@@ -154,7 +138,7 @@ class KvRouter:
 
     def serving(self) -> Sequence[str]:
         """Engines in service, but for those that are drained."""
-        return [name for name, seat in self._seats.items() if seat.serving]
+        return self._in_service
 
     def reasons(self) -> dict[str, str]:
         """Why each engine that is out of service is so."""
@@ -258,6 +242,8 @@ class KvRouter:
     def _choose(self, query: Query, session: Session | None, avoid: frozenset[str]) -> Seat | None:
         plan = self._plan = self._plan_of(query, session)
         fleet = self._fleet
+        if session is not None and session.seat is not None and self._rests(session, session.seat, plan, avoid):
+            return session.seat
         costs = fleet.costs(plan.prompt, query.expected_new_tokens)
         for slot, tokens in plan.cached.items():
             costs[slot] -= tokens * fleet.prefill_s(slot)
@@ -275,7 +261,7 @@ class KvRouter:
             fleet.only_fair(costs, self._cap() if plan.group else 1)
         return fleet.least(costs)
 
-    def _home(self, group: Group, costs: np.ndarray, plan: _Plan) -> Seat | None:
+    def _home(self, group: Group, costs: np.ndarray, plan: Plan) -> Seat | None:
         """The engine of its group that a new sibling joins, if any; engines that have their share are priced out."""
         cap = self._cap()
         best: Seat | None = None
@@ -297,7 +283,7 @@ class KvRouter:
         fleet = self._fleet
         return seat.load > max(HOME_SLOTS * seat.model.slots, HOME_LOAD * fleet.total_load / fleet.serving)
 
-    def _for_session(self, session: Session, seat: Seat, costs: np.ndarray, plan: _Plan) -> Seat | None:
+    def _for_session(self, session: Session, seat: Seat, costs: np.ndarray, plan: Plan) -> Seat | None:
         """A session that is not to stay unasked moves where it gains by it, to an engine that has a slot for it: from
         one queue to another there is nothing to gain."""
         best = self._fleet.least(costs)
@@ -308,7 +294,17 @@ class KvRouter:
         between_chunks = session.held == plan.prompt
         return (self._evened_out(seat, costs, plan) if between_chunks else None) or seat
 
-    def _evened_out(self, seat: Seat, costs: np.ndarray, plan: _Plan) -> Seat | None:
+    def _rests(self, session: Session, seat: Seat, plan: Plan, avoid: frozenset[str]) -> bool:
+        """As `_for_session`, where it can be told without weighing: the others would have to prefill too much. Between
+        chunks there is more to a move than its cost."""
+        if session.held == plan.prompt or not self._fleet.open(seat) or seat.engine_id in avoid:
+            return False
+        elsewhere = max((tokens for slot, tokens in plan.cached.items() if slot != seat.slot), default=0)
+        missing = plan.prompt - plan.cached.get(seat.slot, 0)
+        expected = plan.query.expected_new_tokens
+        return self._fleet.dearer_elsewhere(seat, missing, plan.prompt - elsewhere, expected, MOVE_GAIN)
+
+    def _evened_out(self, seat: Seat, costs: np.ndarray, plan: Plan) -> Seat | None:
         """In the tail of a rollout all that stay gain as well: the engine that runs dry, where that is worth it. Not
         between turns, when loads go up and down anyway."""
         if self._saturated():
@@ -346,25 +342,8 @@ class KvRouter:
         """Siblings of a group per engine."""
         return -(-self.siblings // (SPREAD_WHEN_SATURATED if self._saturated() else 1))
 
-    def _plan_of(self, query: Query, session: Session | None) -> _Plan:
-        if query.tokens is None:
-            return _Plan(query, 0, [], {}, query.group)
-        prompt = len(query.tokens)
-        group = self._memory.group(query.group) if session is None and query.group else None
-        known = session.keys if session is not None else group.keys if group is not None else ()
-        keys = hash_blocks(query.tokens, known)
-        found = self._index.match(self.version, keys)
-        cached = {slot: blocks * BLOCK_TOKENS for slot, blocks in found.items()}
-        if session is not None and session.seat is not None and session.version == self.version:
-            # The engine has the answer's tokens too, unless the index says that the prompt went meanwhile.
-            slot, before = session.seat.slot, len(session.keys)
-            whole = before <= found.get(slot, 0) and keys[:before][-1:] == session.keys[-1:]
-            if whole and not session.seat.gone and session.held <= prompt:
-                cached[slot] = max(cached.get(slot, 0), session.held)
-        name = session.group if session is not None else query.group
-        if session is None and not name and query.session and keys:
-            name = f"{_OPENING}{keys[-1]}"
-        return _Plan(query, prompt, keys, cached, name)
+    def _plan_of(self, query: Query, session: Session | None) -> Plan:
+        return plan_of(query, session, self._memory, self._index, self.version)
 
     # --- states
 
@@ -375,6 +354,7 @@ class KvRouter:
             self._index.drop(seat.slot)
             self._fleet.remove(seat)
         self._plan = None
+        self._note_service()
 
     def _settle(self) -> None:
         """Take the roster's states over; what is not to be trusted holds nothing."""
@@ -386,6 +366,10 @@ class KvRouter:
             self._fleet.serve(seat, info.state is EngineState.SERVING and info.engine_id not in self._draining)
             if info.state in (EngineState.DIRTY, EngineState.STALE):
                 self._index.add(seat.slot, self._blocks(seat))
+        self._note_service()
+
+    def _note_service(self) -> None:
+        self._in_service = tuple(name for name, seat in self._seats.items() if seat.serving)
 
     def _blocks(self, seat: Seat) -> int:
         return max(1, seat.model.kv_tokens // BLOCK_TOKENS)

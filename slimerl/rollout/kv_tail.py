@@ -9,7 +9,8 @@ Invariant: a move never makes the engine that it goes to as crowded as the one t
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from slimerl.rollout.kv_fleet import EngineModel, Seat
 
@@ -19,8 +20,7 @@ TAIL_SKEW = 4
 """Requests that the most loaded engine has more than the least loaded one; below that moving evens out nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
+class InFlight(msgspec.Struct, frozen=True):
     """One request of an engine. `tokens`: of its prompt, all of which is prefilled again elsewhere; `expected`: new
     tokens that it was expected to generate when it was sent; `kv`: tokens by which it fills its engine's cache."""
 
@@ -30,8 +30,7 @@ class InFlight:
     kv: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(msgspec.Struct, frozen=True):
     """`number`: of the reservation. `queued`: it waits for a slot still, and has generated nothing."""
 
     number: int

@@ -8,7 +8,7 @@ that fails behind it is gone on with, not made again.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -64,7 +64,8 @@ class LiveTokens:
         tokens = [token for new in self._told[self._of_tries :] for token in new.tokens]
         self._of_tries = len(self._told)
         left = request.params.max_new_tokens - len(tokens)
-        return replace(request, tokens=(*request.tokens, *tokens), params=replace(request.params, max_new_tokens=left))
+        params = msgspec.structs.replace(request.params, max_new_tokens=left)
+        return msgspec.structs.replace(request, tokens=(*request.tokens, *tokens), params=params)
 
     def whole(self, generation: Generation) -> Generation:
         """With what the tries before the last one had told."""

@@ -6,6 +6,7 @@ Flows in: each slot as it is taken and given back. Flows out: `rollout/…` figu
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 
 @dataclass
@@ -38,7 +39,7 @@ class LoadFigures:
         if serving != self._serving:
             self._note(self._serving)
             self._serving = serving
-        loads = [self._loads.get(each, 0) for each in serving]
+        loads = list(map(self._loads.get, serving, repeat(0)))
         if total := sum(loads):
             self._spreads += max(loads) * len(loads) / total
             self._looks += 1

@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from slimerl.engine.client import EngineError
 from slimerl.engine.protocol import Generation
 from slimerl.rollout.engines import Engines
@@ -27,8 +29,7 @@ ABORT_S = 5.0
 """For an engine to accept an abort."""
 
 
-@dataclass(slots=True, eq=False)
-class Asked:
+class Asked(msgspec.Struct, eq=False):
     """A request that an engine has. `name`: as the engine knows it."""
 
     name: str
@@ -48,6 +49,8 @@ class Migration:
     """Requests taken back since the start."""
     _asked: dict[int, Asked] = field(default_factory=dict)
     """By the number of their reservation."""
+    _divisible: int = 0
+    """So many of these are."""
     _leaving: set[int] = field(default_factory=set)
     """Of these, those that were taken back."""
     _aborts: "set[asyncio.Task[None]]" = field(default_factory=set)
@@ -58,10 +61,11 @@ class Migration:
 
     def sent(self, slot: Reservation, name: str, divisible: bool) -> Asked:
         asked = self._asked[slot.number] = Asked(name, divisible)
+        self._divisible += divisible
         return asked
 
     def ended(self, slot: Reservation) -> None:
-        del self._asked[slot.number]
+        self._divisible -= self._asked.pop(slot.number).divisible
         self._leaving.discard(slot.number)
 
     def waited(self, slot: Reservation, asked: Asked, generation: Generation) -> bool:
@@ -86,7 +90,7 @@ class Migration:
     def even_out(self) -> None:
         """Take back what the router advises to move."""
         self._planned = None
-        if self._leaving or not self.allowed():
+        if self._leaving or not self.allowed() or not self._divisible:
             return
         self._advised_s = asyncio.get_running_loop().time()
         for move in self.router.tail_moves(running_too=False):

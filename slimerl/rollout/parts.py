@@ -6,8 +6,10 @@ together have no more tokens than the sample may have; the draws of a sample are
 each token, so that under unchanged weights the parts are what one request would have given.
 """
 
-from dataclasses import dataclass, field, replace
 from itertools import groupby
+
+import msgspec
+from msgspec.structs import replace
 
 from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.rollout.dispatch import GenerateRequest
@@ -17,15 +19,14 @@ from slimerl.rollout.prompts import sampling_seed
 from slimerl.samples.sample import Sample
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(msgspec.Struct, frozen=True):
     """`params` are those of whole samples, but for the seed; `chunk_tokens`: of one request at most, None: no bound;
     `routing`: engines are asked which experts they chose."""
 
     params: SamplingParams
     run_seed: int
     chunk_tokens: int | None = None
-    lengths: ResponseLengths = field(default_factory=ResponseLengths)
+    lengths: ResponseLengths = msgspec.field(default_factory=ResponseLengths)
     routing: bool = False
 
     def is_complete(self, sample: Sample) -> bool:

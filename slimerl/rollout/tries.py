@@ -50,3 +50,8 @@ def check_versions(generation: Generation, versions: range) -> None:
         found = sorted(wrong) or f"in the order {given}"
         detail = f"it generated with weights of version {found} where {served} is required"
         raise TryFailed("wrong_version", detail, again=True, suspect=False)
+
+
+def newest_version(generation: Generation) -> int:
+    """-1: it has no token. An answer whose versions go back is refused above."""
+    return generation.versions[-1] if generation.versions else -1

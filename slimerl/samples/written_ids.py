@@ -15,7 +15,7 @@ import msgspec
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
-_read_ids = msgspec.json.Decoder(list[TokenId]).decode
+_read_ids = msgspec.json.Decoder(list[int]).decode
 _write = msgspec.json.Encoder().encode
 
 
@@ -33,10 +33,6 @@ class WrittenIds(Sequence[int]):
         self.packed = packed
         self.keys: list[int] | None = None
         """Of its blocks, for who hashes them (`rollout/prefix_index`): once for all requests with it."""
-
-    def json(self) -> msgspec.Raw:
-        """For a JSON encoder: the whole list."""
-        return msgspec.Raw(b"".join((b"[", memoryview(self.text)[:-1], b"]")))
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -69,9 +65,11 @@ def written(ids: Sequence[int]) -> bytes:
     return _write(ids)[1:-1] + b"," if ids else b""
 
 
-def canonical(inside: bytes) -> bytes:
-    """The text for what stands between the brackets of a list; as far as `read` can tell whether it is one."""
-    return inside.replace(b", ", b",") + b"," if b" " in inside else inside + b","
+def canonical(data: bytes, begin: int = 0, end: int | None = None) -> bytes:
+    """The text for what stands there between the brackets of a list; as far as `read` can tell whether it is one."""
+    if data.find(b" ", begin, end) >= 0:
+        return data[begin:end].replace(b", ", b",") + b","
+    return b"".join((memoryview(data)[begin:end], b","))
 
 
 def read(text: bytes) -> "array[int]":
@@ -82,15 +80,15 @@ def read(text: bytes) -> "array[int]":
     """
     if not text:
         return array("i")
-    if text.translate(None, b"0123456789,"):
-        raise NotPlain(f"not ids with commas between them: {text[:80]!r}")
+    if text.translate(None, b"0123456789,") or not text.endswith(b","):
+        raise NotPlain(f"not ids with commas behind them: {text[:80]!r}")
     try:
-        ids = _read_ids(b"[%b]" % text[:-1])
-    except msgspec.MsgspecError as error:
+        packed = pack(_read_ids(b"[%b]" % text[:-1]))
+    except (msgspec.MsgspecError, struct.error) as error:
         raise NotPlain(str(error)) from None
-    if len(ids) != text.count(b","):
+    if not packed:
         raise NotPlain("a comma without an id before it")
-    return pack(ids)
+    return packed
 
 
 def pack(ids: Sequence[int]) -> "array[int]":

@@ -5,7 +5,9 @@ What it says is a pure function of its prompt, its seed and what it has said and
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.environments.calculator import DESCRIPTION, calculate

@@ -1,6 +1,7 @@
 """/generate without the framework: the same answers, whatever the way in, and connections that do not get lost."""
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimerl.rollout.gateway import hot_path
+from slimerl.rollout.gateway.answers import Answer
 from slimerl.rollout.gateway.hot_path import HotPath
 
 PROMPT = ids("How many?")
@@ -138,8 +140,8 @@ class Wire(asyncio.Transport):
 
 async def settled(path: HotPath) -> None:
     """Until nothing is being answered."""
-    while tasks := [each.answering for each in path.open if each.answering is not None]:
-        await asyncio.wait(tasks)
+    while under_way := [each.answered() for each in path.open if each.is_answering]:
+        await asyncio.wait(under_way)
         await asyncio.sleep(0)
 
 
@@ -260,3 +262,23 @@ def test_a_connection_on_which_nothing_is_asked_ends(monkeypatch):
         assert wire.aborted
 
     asyncio.run(run())
+
+
+def test_what_was_answered_is_let_go_without_a_collection():
+    def alive() -> int:
+        return sum(isinstance(each, Answer) for each in gc.get_objects())
+
+    async def act(front: Front) -> None:
+        body = json.dumps({"input_ids": PROMPT, "sampling_params": {"sampling_seed": 5}}).encode()
+        gc.collect()
+        gc.disable()
+        try:
+            before = alive()
+            for number in range(3):
+                ((status, _),) = await exchange(front, head(len(body), f"s{number}") + body)
+                assert status == 200
+            assert alive() == before
+        finally:
+            gc.enable()
+
+    play(act, engines=1)

@@ -3,9 +3,11 @@
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from router_fixtures import MODEL, engine, prompt, send, serving
 
-from slimerl.rollout.kv_fleet import EngineModel
+from slimerl.rollout.kv_fleet import EngineModel, Fleet
 from slimerl.rollout.kv_router import KvRouter
 from slimerl.rollout.router import Query, RouterError
 from slimerl.samples.messages import EngineState
@@ -218,3 +220,30 @@ def test_sessions_that_open_with_the_same_prompt_are_siblings_though_nobody_says
             router.end(slot)
     assert all(len(engines) == 1 for engines in homes)
     assert Counter(name for engines in homes for name in engines) == {f"e{number}": 4 for number in range(4)}
+
+
+SEATS = st.lists(
+    st.tuples(st.integers(0, 80), st.integers(0, 6000), st.integers(500, 20_000), st.booleans()), min_size=2, max_size=5
+)
+"""Of each engine: requests in flight, tokens of each, the rate at which it prefills, is it in service?"""
+
+
+@given(SEATS, st.integers(0, 8000), st.integers(0, 8000), st.integers(0, 2000), st.floats(1.0, 3.0))
+@settings(max_examples=200, deadline=None)
+def test_where_it_is_dearer_elsewhere_no_engine_is_worth_leaving_for(
+    engines: list[tuple[int, int, int, bool]], here: int, elsewhere: int, expected: int, gain: float
+) -> None:
+    fleet = Fleet(1 << 30, clock=lambda: 0.0)
+    seats = []
+    for number, (load, kv, prefill, serves) in enumerate(engines):
+        seat = fleet.add(f"e{number}", EngineModel(prefill_tokens_per_s=prefill))
+        fleet.serve(seat, serves or number == 0)
+        for _ in range(load):
+            fleet.take(seat, kv, kv, expected)
+        seats.append(seat)
+    home = seats[0]
+    alone = fleet.cost(home, here, expected)
+    assert alone == pytest.approx(fleet.costs(here, expected)[home.slot])
+    if fleet.dearer_elsewhere(home, here, elsewhere, expected, gain):
+        others = fleet.costs(elsewhere, expected)
+        assert all(gain * others[seat.slot] >= alone * (1 - 1e-9) for seat in seats[1:])

@@ -125,17 +125,18 @@ def test_a_system_prompt_that_was_edited_is_hashed_anew() -> None:
 
 
 def test_only_new_tokens_are_hashed() -> None:
-    class Counting(tuple):  # counts the blocks that are cut out of it
+    class Counting(tuple):  # counts the tokens that are cut out of it
         cut = 0
 
         def __getitem__(self, key):  # type: ignore[no-untyped-def]
-            Counting.cut += 1
-            return super().__getitem__(key)
+            found = super().__getitem__(key)
+            Counting.cut += len(found)
+            return found
 
     history = prompt(*range(1, 101))
     known = hash_blocks(history)
     hash_blocks(Counting(history + prompt(500, 501)), known)
-    assert Counting.cut == 4 + 2  # the witnesses, and what is new
+    assert Counting.cut == (4 + 2) * BLOCK_TOKENS  # the witnesses, and what is new
 
 
 def test_a_shared_start_outlives_the_ends_of_the_prompts_that_share_it() -> None:

@@ -4,10 +4,11 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from msgspec.structs import replace
 from policy_engine import STOP, TOKENS, Policy, PolicyEngine, policy
 
 from slimerl.engine.protocol import SamplingParams

@@ -71,38 +71,62 @@ def test_hundreds_of_requests_at_once_get_each_its_own_answer():
             async def ask() -> None:
                 for _ in range(5):
                     body = rng.randbytes(rng.choice([0, 1, 10, 999, 3000, 100_000]))
-                    status, answer = await connections.request("POST", "/x", body)
+                    status, answer = await connections.request("POST", "/x", (body,))
                     assert (status, answer) == (200 + len(body) % 2, body)
 
             await asyncio.gather(*(ask() for _ in range(60)))
             assert len(connections._open) <= 60
             assert len(connections._idle) == len(connections._open)
             big = rng.randbytes(30 << 20)
-            assert await connections.request("POST", "/x", big) == (200 + len(big) % 2, big)
+            assert await connections.request("POST", "/x", (big,)) == (200 + len(big) % 2, big)
 
     asyncio.run(run())
+
+
+def slow_until(release: asyncio.Event) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Answers with the path, that of /slow not before `release`."""
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/slow":
+            await release.wait()
+        return web.Response(text=request.path)
+
+    return answer
 
 
 def test_a6_a_cancelled_request_takes_its_connection_with_it():
     """Fault: the answer to an abandoned request comes later, and must not become that of the next."""
     release = asyncio.Event()
 
-    async def slow(request: web.Request) -> web.Response:
-        if request.path == "/slow":
-            await release.wait()
-        return web.Response(text=request.path)
-
     async def run() -> None:
-        async with served(slow) as connections:
-            await connections.request("GET", "/warm", None)
-            asking = asyncio.ensure_future(connections.request("GET", "/slow", None))
+        async with served(slow_until(release)) as connections:
+            await connections.request("GET", "/warm", ())
+            asking = asyncio.ensure_future(connections.request("GET", "/slow", ()))
             await asyncio.sleep(0.05)
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
             release.set()
-            assert await connections.request("GET", "/next", None) == (200, b"/next")
+            assert await connections.request("GET", "/next", ()) == (200, b"/next")
             assert len(connections._open) == 1
+
+    asyncio.run(run())
+
+
+def test_a_request_that_takes_too_long_takes_its_connection_with_it():
+    release = asyncio.Event()
+
+    async def run() -> None:
+        async with served(slow_until(release)) as connections:
+            await connections.request("GET", "/warm", (), limit_s=60.0)
+            (kept,) = connections._open
+            asked = asyncio.ensure_future(connections.request("GET", "/slow", (), limit_s=0.05))
+            other = asyncio.ensure_future(connections.request("GET", "/slow", (), limit_s=60.0))
+            with pytest.raises(TimeoutError):
+                await asked
+            assert not kept.reusable
+            release.set()
+            assert await other == (200, b"/slow")
 
     asyncio.run(run())
 
@@ -116,12 +140,12 @@ def test_a_connection_that_idled_too_long_or_was_closed_is_not_used_again():
             return response
 
         async with served(close_every_second) as connections:
-            first = await connections.request("GET", "/", None)
-            assert await connections.request("GET", "/last", None) == first
-            third = await connections.request("GET", "/", None)
+            first = await connections.request("GET", "/", ())
+            assert await connections.request("GET", "/last", ()) == first
+            third = await connections.request("GET", "/", ())
             assert third != first
             connections._idle[0].idle_since -= 3
-            assert await connections.request("GET", "/", None) != third
+            assert await connections.request("GET", "/", ()) != third
 
     asyncio.run(run())
 
@@ -142,7 +166,7 @@ def test_answers_are_read_however_they_are_cut(pieces, answer):
     async def run() -> None:
         async with answering(*pieces) as connections:
             for _ in range(2):
-                assert await connections.request("GET", "/", None) == answer
+                assert await connections.request("GET", "/", ()) == answer
             assert len(connections._open) == 1
 
     asyncio.run(run())
@@ -164,7 +188,7 @@ def test_an_answer_that_breaks_off_or_makes_no_sense_is_an_error(pieces, told):
     async def run() -> None:
         async with answering(*pieces, hang_up=True) as connections:
             with pytest.raises(ConnectionLost, match=told):
-                await connections.request("GET", "/", None)
+                await connections.request("GET", "/", ())
             assert not any(connection.reusable for connection in connections._open)
 
     asyncio.run(run())
@@ -173,7 +197,7 @@ def test_an_answer_that_breaks_off_or_makes_no_sense_is_an_error(pieces, told):
 def test_a_body_without_a_length_ends_with_the_connection():
     async def run() -> None:
         async with answering(b"HTTP/1.1 200 OK\r\n\r\nhel", b"lo", hang_up=True) as connections:
-            assert await connections.request("GET", "/", None) == (200, b"hello")
+            assert await connections.request("GET", "/", ()) == (200, b"hello")
 
     asyncio.run(run())
 
@@ -185,9 +209,9 @@ def test_nobody_listening_is_an_error_and_a_close_ends_what_is_under_way():
 
     async def run() -> None:
         with pytest.raises(ConnectionLost, match="cannot connect to"):
-            await Connections("http://127.0.0.1:9", {}, 2.0).request("GET", "/", None)
+            await Connections("http://127.0.0.1:9", {}, 2.0).request("GET", "/", ())
         async with served(forever) as connections:
-            asking = asyncio.ensure_future(connections.request("GET", "/", None))
+            asking = asyncio.ensure_future(connections.request("GET", "/", ()))
             await asyncio.sleep(0.05)
             connections.close()
             with pytest.raises(ConnectionLost):

@@ -5,11 +5,11 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from fake_engine import VOCABULARY, FakeEngine, hashed_tokens
+from msgspec.structs import replace
 
 from slimerl.engine.protocol import SamplingParams
 from slimerl.resilience.deadline import DeadlineExceeded

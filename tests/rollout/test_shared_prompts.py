@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import count
 
 import pytest
 from fake_engine import FakeEngine, hashed_tokens
+from msgspec.structs import replace
 from test_dispatch import play
 
 from slimerl.engine.protocol import Generation, SamplingParams

@@ -4,12 +4,12 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_fixtures import Engines, RunningEngine
+from msgspec.structs import replace
 from scene import SEED, Scene, rollout, serve_the_same_weights
 from scipy import stats
 

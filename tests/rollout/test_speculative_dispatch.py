@@ -3,11 +3,11 @@
 import asyncio
 import math
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from policy_engine import STOP, TOKENS, Policy
 from scipy import stats
 from speculation_stage import LENGTH, NEW, OLD, PROMPT, Stage, log_law, request, stage

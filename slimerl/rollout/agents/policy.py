@@ -9,8 +9,10 @@ interrupted, by new weights or the end of a chunk, goes on where it was.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from slimerl.rollout.agents.turns import turns_of
 from slimerl.rollout.dispatch import Completion, GenerateRequest

@@ -4,7 +4,7 @@ Flows in: a reply, its tokens and what engines said. Flows out: JSON bodies, who
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from slimerl.engine.protocol import Generation
 from slimerl.rollout.gateway.conversation import Message
 from slimerl.rollout.gateway.replies import Piece, Reply
 from slimerl.rollout.gateway.requests import Wanted
+from slimerl.samples.written_ids import written
 
 DONE = b"data: [DONE]\n\n"
 SPARSER = 64
@@ -26,8 +27,7 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + encode(body) + b"\n\n"
 
 
-@dataclass
-class Answer:
+class Answer(msgspec.Struct, eq=False):
     """One reply on its way to a client."""
 
     answer_id: str
@@ -35,7 +35,7 @@ class Answer:
     wanted: Wanted
     reply: Reply
     prompt_tokens: int = 0
-    parts: list[Generation] = field(default_factory=list)
+    parts: list[Generation] = msgspec.field(default_factory=list)
     """In the order in which they were told, or came."""
     finish_reason: str = ""
     told_parts: int = 0
@@ -60,6 +60,20 @@ class Answer:
             "total_tokens": self.prompt_tokens + new,
             "prompt_tokens_details": {"cached_tokens": self.parts[0].cached_tokens if self.parts else 0},
         }
+
+    def written_tokens(self) -> bytes:
+        """All of the reply, as `written_ids` are."""
+        whole = self._written_by_engine()
+        return written(self.reply.tokens) if whole is None else bytes(whole)[1:-1] + b","
+
+    def _written_by_engine(self) -> msgspec.Raw | None:
+        """The list of the reply's tokens, if one engine gave all of it at once."""
+        ids = self.parts[0].answer.get("output_ids") if len(self.parts) == 1 else None
+        return ids if isinstance(ids, msgspec.Raw) else None
+
+    def output_ids(self) -> list[int] | msgspec.Raw:
+        """The reply's tokens, to be encoded."""
+        return self._written_by_engine() or self.reply.tokens
 
     def message(self) -> Message:
         """What is told as the assistant's, and found again in later requests."""
@@ -201,7 +215,7 @@ class GenerateShape:
             }
         if not answer.wanted.logprobs:
             meta.pop("output_token_logprobs", None)
-        return {**parts[-1].answer, "text": answer.reply.text, "output_ids": tokens, "meta_info": meta}
+        return {**parts[-1].answer, "text": answer.reply.text, "output_ids": answer.output_ids(), "meta_info": meta}
 
     def begun(self, answer: Answer) -> bytes:
         return b""

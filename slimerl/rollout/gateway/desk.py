@@ -8,9 +8,8 @@ stands there.
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 
 import msgspec
@@ -20,7 +19,7 @@ from slimerl.rollout.gateway.conversation import Message, digests, frame_digest,
 from slimerl.rollout.gateway.errors import ApiError, refused
 from slimerl.rollout.gateway.external import ExternalAgents, Task
 from slimerl.rollout.gateway.openings import Openings
-from slimerl.rollout.gateway.replies import Decode, Piece, Reply
+from slimerl.rollout.gateway.replies import Piece, Reply
 from slimerl.rollout.gateway.requests import (
     ChatBody,
     CompletionBody,
@@ -129,13 +128,13 @@ class Desk:
                 context = WrittenIds(flat, parent.packed() + observed)
         answer = self._answer(kind, wanted, answer_id)
         if isinstance(shape, GenerateShape) and not (wanted.stops or wanted.stream or context is None):
-            answer.reply.decode = partial(_text_of_engine, answer, self.text.decode)
+            answer.reply.trusts_text = True
 
         def tell(turn: Turn) -> None:
             if isinstance(flat, str):
-                session.tell_flat(turn, flat + answer.reply.decoded)
+                session.tell_flat(turn, flat, answer.reply.decoded)
             else:
-                session.tell_flat(turn, flat + written(turn.tokens.tolist()))
+                session.tell_flat(turn, flat, answer.written_tokens())
 
         return Order(Place(session, task, parent, observed, b"", context), answer, shape, tell)
 
@@ -185,10 +184,3 @@ class Desk:
         if not self.text.takes_long(text):
             return array("i", self.text.encode(text, special))
         return array("i", await asyncio.to_thread(self.text.encode, text, special))
-
-
-def _text_of_engine(answer: Answer, decode: Decode, tokens: Sequence[int]) -> str:
-    """Of a reply that one engine gave whole: the text as it gave that, too, if it did."""
-    whole = answer.parts[0] if len(answer.parts) == 1 else None
-    given = whole.answer.get("text") if whole is not None and whole.tokens == tokens else None
-    return given if isinstance(given, str) and given else decode(tokens)

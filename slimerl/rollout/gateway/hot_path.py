@@ -49,9 +49,9 @@ class HotPath:
 
     async def close(self, grace_s: float) -> None:
         """Wait so long for the answers that are under way, then end all connections."""
-        tasks = [each.answering for each in self.open if each.answering is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=grace_s)
+        if under_way := [each.answered() for each in self.open if each.is_answering]:
+            await asyncio.wait(under_way, timeout=grace_s)
+        tasks = [each.task for each in self.open if each.task is not None]
         for connection in list(self.open):
             connection.abort()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -59,7 +59,9 @@ class HotPath:
 
 class _Connection(asyncio.Protocol):
     def __init__(self, path: HotPath) -> None:
-        self.answering: asyncio.Task[tuple[int, bytes]] | None = None
+        self.task: asyncio.Task[None] | None = None
+        """Answers all requests, one after the other; None: there was none yet."""
+        self.is_answering = False
         self._path = path
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -71,11 +73,21 @@ class _Connection(asyncio.Protocol):
         """Bytes of that body."""
         self._head: _Head | None = None
         """Of that request."""
+        self._next: Answering | None = None
+        """To be begun by the task."""
+        self._asked: asyncio.Future[None] | None = None
+        """The task waits for it, when there is nothing to be answered."""
+        self._given: asyncio.Future[None] | None = None
+        """Somebody waits for the answer that is under way."""
         self._used_s = self._loop.time()
 
+    def answered(self) -> "asyncio.Future[None]":
+        """Done once the answer that is under way was given, or nobody is there any more to take it."""
+        self._given = self._given or self._loop.create_future()
+        return self._given
+
     def abort(self) -> None:
-        if self.answering is not None:
-            self.answering.cancel()
+        self._end()
         if self._transport is not None:
             self._transport.abort()
 
@@ -90,8 +102,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._path.open.discard(self)
-        if self.answering is not None:
-            self.answering.cancel()
+        self._end()
         self._transport = None
 
     def pause_writing(self) -> None:
@@ -112,7 +123,7 @@ class _Connection(asyncio.Protocol):
             self._pieces.clear()
         self._missing = 0
         self._data = self._data + data if self._data else data
-        if self.answering is None:
+        if not self.is_answering:
             self._read()
         elif len(self._data) > self._path.max_body_bytes and self._transport is not None:
             self.abort()  # it sends requests by the megabyte without waiting for an answer
@@ -137,8 +148,38 @@ class _Connection(asyncio.Protocol):
             self._hand_over()
             return
         self._data = data[end:]
-        self.answering = self._loop.create_task(answering)
-        self.answering.add_done_callback(self._answered)
+        self._next, self.is_answering = answering, True
+        if self.task is None:
+            self.task = self._loop.create_task(self._serve())
+        elif self._asked is not None and not self._asked.done():
+            self._asked.set_result(None)
+
+    async def _serve(self) -> None:
+        """One task for all requests of the connection costs less than one for each."""
+        while True:
+            answering, self._next = self._next, None
+            if answering is None:
+                self._asked = self._loop.create_future()
+                await self._asked
+                continue
+            try:
+                self._answered(*await answering)
+            except ConnectionError:
+                self.abort()
+
+    def _end(self) -> None:
+        """Nobody waits for answers any more."""
+        if self.task is not None:
+            self.task.cancel()
+        if self._next is not None:
+            self._next.close()
+        self._note_given()
+
+    def _note_given(self) -> None:
+        self.is_answering = False
+        if self._given is not None:
+            self._given.set_result(None)
+            self._given = None
 
     def _read_head(self, data: bytes) -> _Head | None:
         """None: it is not whole yet, or the connection is the framework's now."""
@@ -153,19 +194,13 @@ class _Connection(asyncio.Protocol):
             return None
         return end + len(_END), *asked
 
-    def _answered(self, answering: "asyncio.Task[tuple[int, bytes]]") -> None:
-        if answering.cancelled():
-            return
-        try:
-            status, body = answering.result()
-        except ConnectionError:
-            self.abort()
+    def _answered(self, status: int, body: bytes) -> None:
+        self._used_s = self._loop.time()
+        self._note_given()
+        if self._transport is None:
             return
         reason = "OK" if status == 200 else HTTPStatus(status).phrase
         head = f"HTTP/1.1 {status} {reason}\r\nContent-Type: application/json\r\n"
-        self.answering, self._used_s = None, self._loop.time()
-        if self._transport is None:
-            return
         self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         if self._data:
             self._read()
@@ -174,7 +209,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is None:
             return
         left_s = self._used_s + IDLE_S - self._loop.time()
-        if self.answering is None and left_s <= 0:
+        if not self.is_answering and left_s <= 0:
             self.abort()
         else:
             self._loop.call_later(max(left_s, 1.0), self._end_if_idle)
@@ -183,6 +218,7 @@ class _Connection(asyncio.Protocol):
         transport, path = self._transport, self._path
         if transport is None:
             return
+        self._end()
         path.open.discard(self)
         protocol = cast(asyncio.Protocol, path.others())
         transport.set_protocol(protocol)
@@ -195,12 +231,10 @@ def _head(data: bytes) -> tuple[int, str, str] | None:
     """Length of the body, and the headers that the answer depends on; None: more is asked for than is known here, or
     it is not plain HTTP."""
     lines = data.decode("utf-8", "surrogateescape").split("\r\n")
-    headers: dict[str, str] = {}
-    for line in lines[1:]:
-        field = _field(line)
-        if field is None or field[0] in headers:
-            return None
-        headers[field[0]] = field[1]
+    fields = list(map(_field, lines[1:]))
+    headers = dict(fields)
+    if len(headers) != len(fields) or "" in headers:
+        return None
     length = headers.get("content-length", "")
     if not (length.isascii() and length.isdigit()) or len(length) > 12 or not _FOREIGN.isdisjoint(headers):
         return None
@@ -210,10 +244,10 @@ def _head(data: bytes) -> tuple[int, str, str] | None:
 
 
 @lru_cache(maxsize=4096)
-def _field(line: str) -> tuple[str, str] | None:
-    """Name and value of a header; None: it is none. All but one or two of a client are the same in every request."""
+def _field(line: str) -> tuple[str, str]:
+    """Name and value of a header; empty: it is none. All but one or two of a client are the same in every request."""
     name, colon, value = line.partition(":")
     name = name.lower()
     if not colon or not name or name.strip() != name or "\n" in line or "\r" in line:
-        return None
+        return "", ""
     return name, value.strip(" \t")

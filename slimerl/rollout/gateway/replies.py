@@ -8,8 +8,9 @@ are never changed by any of it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from slimerl.rollout.gateway.tool_calls import CLOSE, OPEN, held_back, read_call
 
@@ -24,8 +25,7 @@ Piece = str | dict[str, Any]
 """Text, or a tool call."""
 
 
-@dataclass
-class Reply:
+class Reply(msgspec.Struct, eq=False):
     """`reads_calls`: the client gave tools, and text of calls is not told as text. `call_prefix`: of calls' ids;
     `step`: for a client that reads along."""
 
@@ -34,15 +34,17 @@ class Reply:
     reads_calls: bool = False
     call_prefix: str = "call_"
     step: Step | None = None
-    tokens: list[int] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    trusts_text: bool = False
+    """What an engine says that all tokens together are is not decoded again."""
+    tokens: list[int] = msgspec.field(default_factory=list)
+    calls: list[dict[str, Any]] = msgspec.field(default_factory=list)
     malformed_call: bool = False
     """It begins a call that cannot be read: from there on all is text."""
     decoded: str = ""
     """All of it, whatever was asked to be left out."""
     _settled: int = 0
     """Tokens whose text is in `decoded`; where nobody reads along, none."""
-    _texts: list[str] = field(default_factory=list)
+    _texts: list[str] = msgspec.field(default_factory=list)
     _told: int = 0
     """Characters of `decoded` that became pieces."""
     _stop: int | None = None
@@ -53,12 +55,13 @@ class Reply:
         """What was told as text; after `end` all of it."""
         return "".join(self._texts)
 
-    def take(self, tokens: Sequence[int]) -> bool:
-        """The next tokens; whether a stop text is now in the reply."""
+    def take(self, tokens: Sequence[int], text: object = None) -> bool:
+        """The next tokens, and their text where their engine has said it; whether a stop text is now in the reply."""
         self.tokens.extend(tokens)
         before = len(self.decoded)
         if self.step is None:
-            self.decoded, before = self.decode(self.tokens), 0
+            told = text if self.trusts_text and isinstance(text, str) and len(tokens) == len(self.tokens) else ""
+            self.decoded, before = told or self.decode(self.tokens), 0
         else:
             for number, token in enumerate(tokens, len(self.tokens) - len(tokens) + 1):
                 if text := self.step(token):

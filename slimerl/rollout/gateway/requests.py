@@ -148,7 +148,7 @@ def cut_generate(data: bytes) -> tuple[GenerateBody, bytes | None]:
         body = None
     if end < 0 or body is None or body.input_ids != [] or data.find(b'input_ids"', end) >= 0:
         return read_body(data, GenerateBody), None
-    return body, canonical(data[begin:end])
+    return body, canonical(data, begin, end)
 
 
 def read_chat(body: ChatBody, temperature: float) -> Wanted:
@@ -265,7 +265,9 @@ def _bound(tokens: int | None, param: str) -> int | None:
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if stop is None:
+        return ()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stops) > MAX_STOPS or not all(stops):
         raise refused(f"stop must be at most {MAX_STOPS} texts, none of them empty", "stop")
     return stops

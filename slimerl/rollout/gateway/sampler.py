@@ -11,7 +11,7 @@ its request in the engine and its reservation; a conversation never has more tok
 import asyncio
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -51,8 +51,7 @@ class Place(msgspec.Struct, frozen=True):
     """All tokens that it is sampled from, where the client has sent them; they are those of parent and `observed`."""
 
 
-@dataclass
-class _Routed:
+class _Routed(msgspec.Struct, eq=False):
     """The dispatcher, as one turn has it."""
 
     dispatcher: Generates
@@ -66,7 +65,7 @@ class _Routed:
     async def generate(
         self, request: GenerateRequest, started: Callable[[], None] = lambda: None, urgent: bool = False
     ) -> Completion:
-        params = request.params if self.seed is None else replace(request.params, seed=self.seed)
+        params = request.params if self.seed is None else msgspec.structs.replace(request.params, seed=self.seed)
         return await self.send(request.request_id, request.group, request.tokens, params, urgent, started)
 
     async def send(
@@ -88,12 +87,12 @@ class _Routed:
             self._tell(rest)
         else:
             self.answer.parts.append(rest)
-            self.stopped = await asyncio.to_thread(reply.take, rest.tokens)
+            self.stopped = await asyncio.to_thread(reply.take, rest.tokens, rest.answer.get("text"))
         return completion
 
     def _tell(self, new: Generation) -> None:
         self.answer.parts.append(new)
-        self.stopped = self.answer.reply.take(new.tokens)
+        self.stopped = self.answer.reply.take(new.tokens, new.answer.get("text"))
         self.told()
 
 

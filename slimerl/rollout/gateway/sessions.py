@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import xxhash
 
 from slimerl.samples.written_ids import pack
@@ -45,27 +46,33 @@ class SessionError(RuntimeError):
         self.reason = reason
 
 
-def _ids(values: Sequence[int] = ()) -> "array[int]":
-    return array("i", values)
+def _pack_versions(versions: Sequence[int]) -> "array[int]":
+    """They are nearly always the same."""
+    count = len(versions)
+    if count and versions.count(versions[0]) == count:
+        return array("i", (versions[0],)) * count
+    return pack(versions)
 
 
-def _digest(flat: str | bytes) -> bytes:
-    if isinstance(flat, str):
-        return xxhash.xxh3_128_digest(flat.encode())
-    return xxhash.xxh3_128_digest(flat, 1)  # ids, not the same digits as a text
+def _digest(*flat: str | bytes | memoryview) -> bytes:
+    """Of pieces of one text, or of one list of ids, one behind the other."""
+    # ids are not the same digits as a text
+    hashed = xxhash.xxh3_128(seed=0 if isinstance(flat[0], str) else 1)
+    for piece in flat:
+        hashed.update(piece.encode() if isinstance(piece, str) else piece)
+    return hashed.digest()
 
 
-@dataclass(slots=True, eq=False)
-class Turn:
+class Turn(msgspec.Struct, eq=False):
     """`number`: in its session, in the order in which they were begun."""
 
     number: int
     parent: "Turn | None"
     observed: "array[int]"
     """Tokens that stand between the parent's and the sampled ones; for the first turn the prompt."""
-    tokens: "array[int]" = field(default_factory=_ids)
-    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
-    versions: "array[int]" = field(default_factory=_ids)
+    tokens: "array[int]" = msgspec.field(default_factory=array("i").__copy__)
+    logprobs: "array[float]" = msgspec.field(default_factory=array("d").__copy__)
+    versions: "array[int]" = msgspec.field(default_factory=array("i").__copy__)
     finish_reason: str = ""
     """Empty while it is under way."""
     length: int = 0
@@ -143,9 +150,10 @@ class Session:
     def match_flat(self, prompt: str | bytes) -> tuple[Turn | None, int]:
         """As `match`, for the prompt of a completion, as text or as `written_ids`: the longest that was told before,
         and its characters or bytes."""
+        flat = prompt if isinstance(prompt, str) else memoryview(prompt)
         for length in sorted(self._told_flat, reverse=True):
-            if length <= len(prompt):
-                turn = self._told_flat[length].get(_digest(prompt[:length]))
+            if length <= len(flat):
+                turn = self._told_flat[length].get(_digest(flat[:length]))
                 if turn is not None:
                     return turn, length
         return None, 0
@@ -182,7 +190,7 @@ class Session:
         finish_reason: str,
     ) -> None:
         """Take what the engine sampled."""
-        turn.tokens, turn.versions = pack(tokens), pack(versions)
+        turn.tokens, turn.versions = pack(tokens), _pack_versions(versions)
         turn.logprobs = array("d")
         turn.logprobs.frombytes(struct.pack(f"{len(logprobs)}d", *logprobs))
         if not len(turn.tokens) == len(turn.logprobs) == len(turn.versions):
@@ -200,9 +208,9 @@ class Session:
         two with the same the later one is gone on with."""
         self._told[told] = turn
 
-    def tell_flat(self, turn: Turn, told: str | bytes) -> None:
-        """As `tell`, of a completion: `told` is its prompt with what was told behind it."""
-        self._told_flat.setdefault(len(told), {})[_digest(told)] = turn
+    def tell_flat(self, turn: Turn, *told: str | bytes) -> None:
+        """As `tell`, of a completion: `told` is its prompt with what was told behind it, in one piece or several."""
+        self._told_flat.setdefault(sum(map(len, told)), {})[_digest(*told)] = turn
 
     def abandon(self, turn: Turn) -> None:
         """It came to nothing: the client went, or no engine answered. Nothing of it stays but its prompt's tokens,
@@ -265,7 +273,8 @@ class Sessions:
         if self._sessions.get(session.session_id) is session:
             self._tokens += session.tokens - session.counted
             session.counted = session.tokens
-            self._make_room(self.max_sessions)
+            if self.is_full():
+                self._make_room(self.max_sessions)
 
     def close(self, session_id: str) -> Session | None:
         """Take a session out."""

@@ -12,12 +12,14 @@ log-probability of just that draw (rejected by the old, drawn among the others b
 """
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from slimerl.engine.protocol import Generation, ProtocolError, Scores, read_scores
 from slimerl.rollout.dispatch import Completion, Dispatcher, GenerateRequest, GenerationFailed
@@ -328,4 +330,4 @@ class SpeculativeDispatcher(Dispatcher):
 
 def _after(progress: Progress | None, tokens: int) -> Progress | None:
     """The progress of a sample that has so many tokens more."""
-    return progress and replace(progress, done=progress.done + tokens, left=progress.left - tokens)
+    return progress and dataclasses.replace(progress, done=progress.done + tokens, left=progress.left - tokens)
