@@ -1,6 +1,7 @@
 """The command line: `slimerl run`, `slimerl check`, `slimerl doctor`, and the roles one by one."""
 
 import os
+import signal
 from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -85,6 +86,9 @@ def run(
         _fail(f"run {checked.name} interrupted; every role has ended", 130)
     except Terminated as saved:
         _fail(f"run {checked.name} terminated; every role has ended; {saved}", 143)
+    finally:
+        # A job's script sends it until this process has ended; Python gives signals their defaults back before.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 @app.command()

@@ -21,7 +21,7 @@ from weights import BUCKET_BYTES, TIMEOUT_S, Plan, update
 
 from slimerl.engine.fleet import EngineFleet, NoEngineLeft
 from slimerl.engine.inside.delta import units
-from slimerl.engine.protocol import SamplingParams
+from slimerl.engine.protocol import SamplingParams, written_body
 from slimerl.resharding.coverage import CoverageError
 from slimerl.resharding.proof import WeightProof
 from slimerl.resharding.sent_state import SentState
@@ -211,7 +211,7 @@ def test_w12_weights_that_changed_behind_the_last_proof_are_found_and_rewritten_
     sender.step()
     with sender.open(two) as carrier, caplog.at_level(logging.WARNING):
         assert victim.info.engine_id in carrier._changing
-        body = {"model_path": str(victim.model_path), "flush_cache": False}
+        body = written_body({"model_path": str(victim.model_path), "flush_cache": False})
         victim.ask(lambda client: client._call("POST", "/update_weights_from_disk", body, TIMEOUT_S))
         proof = sender.send(carrier)
         assert len(carrier.prove(sender.version, sender.plan.placements, proof)) == 2
