@@ -19,7 +19,7 @@ pytest_plugins = ["rank_fixtures", "engine_fixtures"]
 
 FIXTURES = {"engines": re.compile(r"def \w+\([^)]*\bengines\b"), "ranks": re.compile(r"def \w+\([^)]*\branks\b")}
 """They start processes once for a worker of pytest-xdist: who uses one of them stays in one worker."""
-ROOMS = {"engine": "engines", "launch": "launch", "run": "run"}
+ROOMS = {"chaos": "run", "engine": "engines", "launch": "launch", "run": "run"}
 """Their tests start roles of their own: those of a room one after the other, since they fill the machine."""
 FIRST = ("engines", "ranks", "launch", "run")
 """The long lanes; files of other tests fill up what is left at the end."""
@@ -28,7 +28,7 @@ FIRST = ("engines", "ranks", "launch", "run")
 class Lanes(LoadScopeScheduling):
     """One worker has the tests with engines, another those with trainer ranks, a third those of `launch`: they wait for
     SLURM most of the time, and it ends with them, since two busy workers fill two cores. In the end one of the two has
-    those of `run`, while the other has all others by file."""
+    those of `run` and `chaos`, while the other has all others by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]

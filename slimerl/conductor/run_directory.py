@@ -117,8 +117,9 @@ def clear(spec: RunSpec, goes_on: bool, keeps_logs: bool = False) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Whatever lies there. A link to a directory stays, and what it leads to is emptied: somebody wants it there."""
-    if path.is_symlink() and path.is_dir():
+    """Whatever lies there. A link to a directory stays, and so does a mounted file system, and what is in it goes:
+    somebody wants it there."""
+    if path.is_dir() and (path.is_symlink() or path.is_mount()):
         for child in path.iterdir():
             _remove(child)
     elif path.is_dir():

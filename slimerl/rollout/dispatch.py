@@ -124,7 +124,7 @@ class Dispatcher:
         self._migration = Migration(self.router, self.engines, lambda: not (self._held or len(self._lanes)))
 
     def take_figures(self) -> dict[str, float]:
-        """`rollout/…` figures of engines and moves since the last call."""
+        """`rollout/…` figures of engines, moves and failed tries since the last call."""
         figures = self._figures.take(self.router.moves, self._migration.moved)
         return figures | {"rollout/engines": float(len(self.router.serving()))}
 
@@ -168,6 +168,7 @@ class Dispatcher:
                 failures, lost = failures + by_request, lost + (not by_request)
                 if not failure.again or failures == MAX_TRIES:
                     raise GenerationFailed(request.request_id, failure.reason, str(failure)) from failure
+                self._figures.tried_again(failure.reason)
                 logger.warning("%s failed on %s, tried again: %s", request.request_id, slot.engine_id, failure)
                 request = live.rest(request) if live is not None else request
                 if not by_request:

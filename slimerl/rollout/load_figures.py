@@ -1,9 +1,11 @@
-"""How evenly engines were loaded between two batches, how long they had nothing to do, and how much was moved.
+"""How evenly engines were loaded between two batches, how long they had nothing to do, how much was moved, and why
+requests were tried again.
 
-Flows in: each slot as it is taken and given back. Flows out: `rollout/…` figures. Pure but for the clock.
+Flows in: each slot as it is taken and given back, failed tries. Flows out: `rollout/…` figures. Pure but for the clock.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -27,6 +29,7 @@ class LoadFigures:
     _looks: int = 0
     _moves_told: int = 0
     _taken_back_told: int = 0
+    _tried_again: Counter[str] = field(default_factory=Counter)
 
     def taken(self, engine_id: str) -> None:
         load = self._loads.get(engine_id, 0)
@@ -49,6 +52,10 @@ class LoadFigures:
             self._count(engine_id, self._now())
             del self._since_s[engine_id]
 
+    def tried_again(self, reason: str) -> None:
+        """A try failed, and another follows."""
+        self._tried_again[reason] += 1
+
     def take(self, moves: int, taken_back: int) -> dict[str, float]:
         """Since the last call. Args: counts since the start, of sessions that went on elsewhere, and of requests
         that were taken back from an engine's queue."""
@@ -60,6 +67,8 @@ class LoadFigures:
         }
         self._spreads, self._looks = 0.0, 0
         self._moves_told, self._taken_back_told = moves, taken_back
+        figures |= {f"rollout/tried_again_{reason}": float(count) for reason, count in self._tried_again.items()}
+        self._tried_again.clear()
         return figures
 
     def _now(self) -> float:

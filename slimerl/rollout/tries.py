@@ -25,7 +25,12 @@ def as_failure(error: EngineError | RoutedExpertsError) -> TryFailed:
         # 4xx: the request itself is at fault, and another engine would say the same.
         again = error.status >= 500 or error.status in (408, 429)
         return TryFailed("engine_error" if again else "refused", str(error), again, suspect=again)
-    return TryFailed("bad_answer", str(error), again=False, suspect=False)
+    return _bad_answer(str(error))
+
+
+def _bad_answer(detail: str) -> TryFailed:
+    """Draws are keyed: an engine that answers well gives the tokens that this one would have given."""
+    return TryFailed("bad_answer", detail, again=True, suspect=True)
 
 
 def check_answer(generation: Generation, versions: range, params: SamplingParams, held: bool) -> None:
@@ -36,7 +41,7 @@ def check_answer(generation: Generation, versions: range, params: SamplingParams
         raise TryFailed("empty", "the engine generated no token", again=False, suspect=False)
     if len(generation.tokens) > params.max_new_tokens:
         detail = f"{len(generation.tokens)} tokens where {params.max_new_tokens} were asked for"
-        raise TryFailed("bad_answer", detail, again=False, suspect=False)
+        raise _bad_answer(detail)
     check_versions(generation, versions)
 
 

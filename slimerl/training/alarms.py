@@ -213,6 +213,13 @@ ALARMS = (
         "the others wait for this rank: look at its machine (clock, temperature, other programs, links), or exclude it",
     ),
     Alarm(
+        "checkpoint_failed",
+        "checkpoint/failed",
+        AtMost(0.0),
+        "a run that ends early goes on from the newest checkpoint: what it has done since then is at stake",
+        "the trainer's log says why: make room on the disk of checkpoints/, or mend what else keeps it from writing",
+    ),
+    Alarm(
         "memory_growth",
         "memory/*_rss_gib",
         NoGrowth(share=0.05, floor=0.05),

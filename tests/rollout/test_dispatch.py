@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_engine import VOCABULARY, FakeEngine, hashed_tokens
+from fake_engine import VOCABULARY, FakeEngine, go_on, hashed_tokens
 from msgspec.structs import replace
 
 from slimerl.engine.protocol import SamplingParams
@@ -64,7 +64,7 @@ async def failure(dispatcher: Dispatcher) -> GenerationFailed:
     return caught.value
 
 
-@pytest.mark.parametrize("fault", ["500", "503", "429", "drop", "abort", "hang"])
+@pytest.mark.parametrize("fault", ["500", "503", "429", "drop", "abort", "hang", "garbage"])
 def test_a_request_that_an_engine_failed_is_tried_on_another_and_draws_the_same_tokens(fault):
     async def scene(dispatcher: Dispatcher, engines: list[FakeEngine]) -> None:
         engines[0].faults.append(fault)
@@ -86,18 +86,22 @@ def test_the_only_engine_is_asked_again_after_a_moment():
     play(scene, engines=1)
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("500", "engine_error"), ("drop", "unreachable"), ("abort", "aborted")])
+REASONS = [("500", "engine_error"), ("drop", "unreachable"), ("abort", "aborted"), ("garbage", "bad_answer")]
+
+
+@pytest.mark.parametrize(("fault", "reason"), REASONS)
 def test_tries_are_bounded_and_the_last_failure_is_the_reason(fault, reason):
     async def scene(dispatcher: Dispatcher, engines: list[FakeEngine]) -> None:
         for fake in engines:
             fake.faults.extend([fault] * 10)
         assert (await failure(dispatcher)).reason == reason
         assert sum(len(fake.requests) for fake in engines) == MAX_TRIES
+        assert dispatcher.take_figures()[f"rollout/tried_again_{reason}"] == MAX_TRIES - 1
 
     play(scene)
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("400", "refused"), ("empty", "empty"), ("garbage", "bad_answer")])
+@pytest.mark.parametrize(("fault", "reason"), [("400", "refused"), ("empty", "empty")])
 def test_what_cannot_succeed_is_not_tried_again(fault, reason):
     async def scene(dispatcher: Dispatcher, engines: list[FakeEngine]) -> None:
         engines[0].faults.append(fault)
@@ -121,9 +125,29 @@ def test_tokens_and_log_probabilities_that_are_none_are_passed_on_to_nobody(toke
         with pytest.raises(GenerationFailed, match="engine-0 /generate: /generate answered") as caught:
             await dispatcher.generate(asked)
         assert caught.value.reason == "bad_answer"
-        assert told in ([], [[5]])
+        assert told in ([], [[5]] * MAX_TRIES)
 
     play(scene, engines=1)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_engine_that_answers_nonsense_costs_a_try_and_not_the_request(streams):
+    """Injected: an id outside of the vocabulary, after tokens that were told already where they are streamed."""
+    told: list[int] = []
+
+    async def scene(dispatcher: Dispatcher, engines: list[FakeEngine]) -> None:
+        whole = go_on((1, 7), 5)
+        engines[0].answer = lambda *_: [*whole[:3], VOCABULARY, 2]
+        engines[1].answer = go_on
+        asked = GenerateRequest("r", "g", (1, 7), SamplingParams(12, seed=5))
+        asked = replace(asked, told=lambda new: told.extend(new.tokens)) if streams else asked
+        completion = await dispatcher.generate(asked)
+        assert (completion.engine_id, completion.tries) == ("engine-1", 2)
+        assert completion.generation.tokens == whole
+        assert told == (whole if streams else [])
+        assert dispatcher.take_figures()["rollout/tried_again_bad_answer"] == 1
+
+    play(scene)
 
 
 def test_a3_a_request_that_misses_its_deadline_is_aborted_on_its_engine():

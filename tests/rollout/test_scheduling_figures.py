@@ -35,6 +35,15 @@ def test_the_spread_is_that_of_the_loads_at_the_ends_of_requests():
     }
 
 
+def test_failed_tries_are_counted_by_reason_once():
+    figures = LoadFigures(clock=lambda: 0.0)
+    for reason in ("timeout", "bad_answer", "timeout"):
+        figures.tried_again(reason)
+    told = {name: each for name, each in figures.take(0, 0).items() if "tried" in name}
+    assert told == {"rollout/tried_again_timeout": 2.0, "rollout/tried_again_bad_answer": 1.0}
+    assert not any("tried" in name for name in figures.take(0, 0))
+
+
 def test_an_engine_is_idle_while_it_has_no_request_also_one_that_never_had_any():
     now = 0.0
     figures = LoadFigures(clock=lambda: now)

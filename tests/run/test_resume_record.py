@@ -1,6 +1,7 @@
 """What a run that goes on does with the directory and the record of the one before."""
 
 import json
+import subprocess
 
 import pytest
 from typer.testing import CliRunner
@@ -144,6 +145,20 @@ def test_fresh_empties_a_directory_of_checkpoints_that_is_a_link_to_another_disk
     with claimed(spec_in(run_dir), fresh=True):
         assert (run_dir / "checkpoints").is_symlink()
         assert list(disk.iterdir()) == []
+
+
+def test_fresh_empties_a_file_system_that_is_mounted_for_the_checkpoints(tmp_path):
+    earlier_run(tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", checkpoints], capture_output=True).returncode:
+        pytest.skip("this process may not mount")
+    try:
+        (checkpoints / "step-4").mkdir()
+        with claimed(spec_in(tmp_path), fresh=True):
+            assert checkpoints.is_mount()
+            assert list(checkpoints.iterdir()) == []
+    finally:
+        subprocess.run(["umount", checkpoints], check=True)
 
 
 def test_fresh_does_not_remove_the_checkpoint_that_the_run_starts_from(tmp_path):

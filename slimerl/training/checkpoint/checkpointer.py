@@ -160,8 +160,8 @@ class Checkpointer:
         self._figures["checkpoint/failed"] = float(self._failed)
         left = f"step {self.last_step} is the newest" if self.last_step else "there is none yet"
         message = f"the checkpoint of step {step} failed ({self._failed} so far; {left}): {failure}"
-        if self.spec.run_dir.exists():
-            message += f" ({shutil.disk_usage(self.spec.run_dir).free / 2**20:,.0f} MiB are free on its disk now)"
+        if self._root.exists():
+            message += f" ({shutil.disk_usage(self._root).free / 2**20:,.0f} MiB are free on its disk now)"
         self._last_failure = message
         if self.spec.checkpoint.on_failure == "stop":
             raise SaveFailed(f"{message}; the run stops by checkpoint.on_failure") from failure

@@ -3,12 +3,17 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import chaos
+import psutil
 import pytest
 from chaos import NotOurs, Survived, compared, emptied, order_of, read_survived, struck
+from chaos_faults import Fired
 from tiny_run import teach_digits, write_spec
 
+from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.telemetry.run_log import EVENTS_FILE, RESTARTED, read_records
 
 STEPS = 20
@@ -67,6 +72,35 @@ def test_a5_faults_that_kill_nobody_from_outside_change_neither_losses_nor_weigh
     restarts = [one["text"] for one in read_records(tmp_path / "fire" / EVENTS_FILE) if one.get("name") == RESTARTED]
     assert len(restarts) == 1, "a gradient that is no number alone ends a role"
     assert "trainer ended early with exit code 1; the run goes on after step" in restarts[0]
+
+
+class Stepping(Fired):
+    """A run that is a step further every fifth time that it is looked at, up to `last`; there it ends, or stays."""
+
+    def __init__(self, last: int, ends: bool) -> None:
+        super().__init__([], Path())
+        self.last, self.ends, self.looks = last, ends, 0
+
+    @property
+    def newest_step(self) -> int:
+        self.looks += 1
+        return min(self.looks // 5, self.last)
+
+    def ended(self) -> int | None:
+        return 0 if self.ends and self.looks // 5 > self.last else None
+
+    def tree(self) -> list[psutil.Process]:
+        return []
+
+
+def test_after_the_last_fault_a_run_has_as_long_as_its_steps_take(monkeypatch):
+    """Injected: many steps are left, or the run stands still at one of them."""
+    monkeypatch.setattr(chaos, "START_S", 1.0)
+    begun = time.monotonic()
+    chaos._to_the_end(Stepping(last=6, ends=True))
+    assert time.monotonic() - begun > chaos.START_S
+    with pytest.raises(DeadlineExceeded, match="a step after 2, or the end of the run"):
+        chaos._to_the_end(Stepping(last=2, ends=False))
 
 
 def test_a_directory_of_someone_else_is_not_emptied(tmp_path):
