@@ -26,7 +26,4 @@ if ((nodes > 1)) && [ -z "${MASTER_ADDR:-}" ]; then
 fi
 OMP_NUM_THREADS=$(get training.threads_per_rank)
 export OMP_NUM_THREADS OMP_WAIT_POLICY=PASSIVE PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
-exec "$root/.venv/bin/python" -m torch.distributed.run \
-    --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$here" \
-    --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" --max-restarts 0 \
-    -m slimerl.training "$@"
+exec "$root/.venv/bin/python" -m slimerl.training.launcher "$@"

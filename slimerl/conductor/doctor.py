@@ -143,7 +143,10 @@ def _accelerators() -> list[Finding]:
     optional = {
         "transformer-engine": ("transformer_engine", "fused GPU kernels for training; without CUDA of no use"),
         "apex": ("fused_weight_gradient_mlp_cuda", "fused weight gradients on GPUs; torch's own serve instead"),
-        "nvidia-resiliency-ext": ("nvidia_resiliency_ext", "restart of hung ranks; the conductor's deadlines remain"),
+        "nvidia-resiliency-ext": (
+            "nvidia_resiliency_ext",
+            "hung ranks that no conductor watches are not killed; `slimerl run` needs none",
+        ),
     }
     findings = []
     for package, (module, meaning) in optional.items():

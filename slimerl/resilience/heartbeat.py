@@ -5,6 +5,8 @@ a thread of its own rewrites in place once a second, as long as the process is s
 turns:
     {"pid", "beat", "phase", "late_s"}
 `beat` grows with every line; `late_s`: seconds since the process should have got on, negative while there is time.
+Where a rank monitor stands beside the process (`rank_monitor.py`), that thread tells it, too, as long as there is time,
+and is the one to show the stacks when there is none left.
 
 On `STACKS_SIGNAL` a process that has a heartbeat writes the stacks of all its threads to its standard error: also from
 within a collective, for no bytecode of Python has to run for it.
@@ -25,6 +27,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from slimerl.resilience import rank_monitor
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +64,8 @@ class Heartbeat:
         self.enter("start")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
+        self._monitor = rank_monitor.connect()
+        self._shown = False
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._write()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -79,6 +85,7 @@ class Heartbeat:
         self._ended.set()
         if os.getpid() == self._pid:
             self._thread.join(PERIOD_S)
+            self._end_monitoring()
             self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
@@ -88,6 +95,7 @@ class Heartbeat:
         except OSError as error:
             logger.warning("%s cannot be written; nobody will notice a hang of this process: %s", self._path, error)
             self._path.unlink(missing_ok=True)
+            self._end_monitoring()
         finally:
             os.close(self._file)
 
@@ -103,6 +111,22 @@ class Heartbeat:
             again = os.open(self._path, os.O_WRONLY)
             os.close(self._file)
             self._file = again
+        if self._monitor is not None:
+            self._tell(self._monitor, late_s)
+
+    def _tell(self, monitor: rank_monitor.RankMonitor, late_s: float) -> None:
+        """A monitor kills without a word to the process: its stacks are shown as soon as it is late."""
+        if late_s <= 0:
+            self._shown = False
+            monitor.tell()
+        elif not self._shown:
+            self._shown = True
+            logger.error("process %d does not get on in '%s'; its threads:", self._pid, self._phase)
+            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+
+    def _end_monitoring(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
 
 
 def read_pulses(run_dir: Path) -> list[Pulse]:
