@@ -78,7 +78,7 @@ def _sampling(spec: RunSpec, needed: RunEstimate) -> Iterator[tuple[str, str]]:
             f"up to {samples * longest:,} tokens",
         )
         yield "longest sample", f"{longest} tokens of a context of {engine.context_tokens}"
-        yield "engines", _engines(engine)
+        yield "engines", _engines(engine, spec.evaluation.engines)
         if engine.model_path is not None:
             yield "engines' checkpoint", str(engine.model_path)
         ahead = rollout.max_staleness + 1 if rollout.oversample is None else rollout.oversample
@@ -89,8 +89,10 @@ def _sampling(spec: RunSpec, needed: RunEstimate) -> Iterator[tuple[str, str]]:
     yield "micro-batch", f"up to {tokens_at_once(spec):,} tokens on a rank at once"
 
 
-def _engines(engine: EngineSpec) -> str:
+def _engines(engine: EngineSpec, evaluators: int) -> str:
     parts = [f"{engine.replicas} × tensor {engine.tensor_parallel}"]
+    if evaluators:
+        parts.append(f"the last {evaluators} of them for evaluations alone")
     if engine.elastic is not None:
         parts.append(f"{engine.elastic.min} to {engine.elastic.max} by load")
     if engine.expert_parallel > 1:

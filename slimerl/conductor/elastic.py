@@ -21,6 +21,7 @@ from slimerl.conductor.supervise import RoleProcess, end_all
 from slimerl.resilience.deadline import Deadline
 from slimerl.samples.messages import EngineLost, process_of
 from slimerl.spec import RunSpec
+from slimerl.spec.evaluation_engines import evaluation_engines
 from slimerl.telemetry.run_log import RESIZED, append_event, newest_step
 
 REQUESTS_DIR = "engine_requests"
@@ -93,7 +94,10 @@ class ElasticEngines:
             return "this run has no engines: its algorithm reads its responses from the data"
         if unknown := [name for name in request.remove if name not in running]:
             return f"no engine {', '.join(unknown)} runs; there are {', '.join(running)}"
-        if request.remove and set(request.remove) == set(running):
+        evaluators = {f"engine-{number}" for number in evaluation_engines(self._spec)}
+        if asked := sorted(evaluators & set(request.remove)):
+            return f"{', '.join(asked)} evaluates alone, and the run counts on it: evaluation.engines"
+        if request.remove and set(request.remove) == set(running) - evaluators:
             return "that is every engine; one must stay"
         if request.remove and (bereft := self._bereft(set(running) - set(request.remove))):
             return bereft

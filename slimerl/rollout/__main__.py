@@ -32,6 +32,7 @@ from slimerl.rollout.announcing import gateway_key, gateway_listening, service_l
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients, Engines
 from slimerl.rollout.evaluation import Evaluation, HeldOutSet
+from slimerl.rollout.evaluation_engines import EvaluationEngines
 from slimerl.rollout.full_collections import defer_full_collections
 from slimerl.rollout.gateway.build import build_gateway
 from slimerl.rollout.gateway.external import ExternalAgents
@@ -60,6 +61,7 @@ from slimerl.samples.rows import DataError
 from slimerl.samples.store import SampleStore
 from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.spec.evaluation import EvaluationSetSpec
+from slimerl.spec.evaluation_engines import evaluation_engines
 from slimerl.spec.functions import CustomFunctionError
 from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter
@@ -230,10 +232,14 @@ async def _service(
         max_buffered_bytes=rollout.max_buffered_gib * 2**30 / rollout.processes,
     )
     replicas = len(range(place.process, spec.engine.replicas, rollout.processes))
-    weights = WeightHold(dispatcher, clients, replicas, spec.deadlines.start_s, on_update=rollout.on_update)
+    evaluators = build_evaluators(spec, clients, dispatcher.process)
+    weights = WeightHold(
+        dispatcher, clients, replicas, spec.deadlines.start_s, on_update=rollout.on_update, evaluators=evaluators
+    )
     held_out = _evaluation_params(spec, params)
     sets = _held_out_sets(spec, inputs, params)
-    evaluation = Evaluation(inputs.held_out, held_out, spec.seed, dispatcher, judge, loop, sets)
+    asked = dispatcher if evaluators is None else evaluators.dispatcher
+    evaluation = Evaluation(inputs.held_out, held_out, spec.seed, asked, judge, loop, sets)
     lag = LoopLag()
     kind = service_kind(spec, place.desk)
     service = kind(token, router, clients, scheduler, weights, evaluation, lag, speculation, shutdown=ended)
@@ -253,7 +259,8 @@ async def _service(
             yield service
     finally:
         await weights.close()
-        await dispatcher.close()
+        for each in weights.pools.dispatchers():
+            await each.close()
         await clients.close()
         judge.close()
         journal.close()
@@ -287,6 +294,17 @@ def build_dispatcher(
         file=DraftsFile(spec.run_dir, keep=spec.checkpoint.keep_last + 1),
     )
     return SpeculativeDispatcher(router, engines, request_s, speculation=speculation), speculation
+
+
+def build_evaluators(spec: RunSpec, engines: Engines, process: str) -> EvaluationEngines | None:
+    """As `evaluation.engines` says; None: those of the rollouts evaluate. Args: `process`: as of `Dispatcher`."""
+    engine_ids = frozenset(f"engine-{number}" for number in evaluation_engines(spec))
+    if not engine_ids:
+        return None
+    dispatcher = Dispatcher(build_router(spec), engines, spec.deadlines.request_s, process=process)
+    return EvaluationEngines(
+        engine_ids, dispatcher, lambda version: spec.evaluation.is_due(version, spec.training.steps)
+    )
 
 
 def _vocabulary(spec: RunSpec) -> int:

@@ -20,6 +20,7 @@ from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.rollout.admission import GateError
 from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation, EvaluationError
+from slimerl.rollout.evaluations import Evaluations
 from slimerl.rollout.full_collections import collect_soon
 from slimerl.rollout.loop_lag import LoopLag
 from slimerl.rollout.returning import ReturningEngines
@@ -98,10 +99,17 @@ class ControlService:
     figures: Callable[[], dict[str, float]] = dict
     """What else there is to tell with a batch."""
     _progress: asyncio.Event = field(default_factory=asyncio.Event)
-    _evaluating: "dict[int, asyncio.Task[EvaluateReply]]" = field(default_factory=dict)
-    """Begun, by step, and not asked for yet."""
+    _evaluations: Evaluations = field(init=False)
 
     def __post_init__(self) -> None:
+        self._evaluations = Evaluations(
+            *(lambda: self.evaluation, self._progress, lambda: self.router.version),
+            *(self._serving, self._unsynced, self.weights.evaluators),
+        )
+        if (evaluators := self.weights.evaluators) is not None:
+            evaluators.is_evaluating = self._evaluations.running
+            evaluators.dispatcher.changed = self._progressed
+            evaluators.dispatcher.distrusted = self.scheduler.served.distrusted
         self.scheduler.progressed = self._progressed
         self.scheduler.dispatcher.changed = self._engines_changed
         self.weights.released = self._released
@@ -141,15 +149,15 @@ class ControlService:
             buffered=counts.buffered,
             trained=counts.trained,
             dropped=counts.dropped,
-            engines=self.router.engines(),
+            engines=self.weights.pools.engines(),
             returning=self.returning.names(),
+            evaluating=self._evaluations.pending(),
         )
 
     def stop(self) -> None:
         """Begin to end: whoever waits is refused."""
         self.shutdown.set()
-        for evaluating in self._evaluating.values():
-            evaluating.cancel()
+        self._evaluations.cancel()
         self._progressed()
 
     # --- what the parts say to each other
@@ -174,29 +182,30 @@ class ControlService:
         return _answer(self.status())
 
     async def _engines(self, _: web.Request) -> web.Response:
-        return _answer(self.router.engines())
+        return _answer(self.weights.pools.engines())
 
     async def _register(self, request: web.Request) -> web.Response:
         return _answer(self.register(await _message(request, EngineInfo)))
 
     def register(self, engine: EngineInfo) -> EngineInfo:
         """The engine as it is kept: JOINING, or as before where its first answer was lost."""
+        pools = self.weights.pools
         if self._is_known(engine):
-            return self.router.engine(engine.engine_id)
+            return pools.engine(engine.engine_id)
         self.clients.add(engine)
-        self.router.join(engine)
+        pools.of(engine.engine_id).router.join(engine)
         self.returning.registered(engine.engine_id)
         logger.info("engine %s registered at %s", engine.engine_id, engine.url)
         self.weights.joined(engine)
         self._progressed()
-        return self.router.engine(engine.engine_id)
+        return pools.engine(engine.engine_id)
 
     def _is_known(self, engine: EngineInfo) -> bool:
         """Is it this very server that has registered before? The key is new with every start of a server."""
         return any(
             (known.engine_id, known.url, known.admin_key) == (engine.engine_id, engine.url, engine.admin_key)
             and known.state is not EngineState.DEAD
-            for known in self.router.engines()
+            for known in self.weights.pools.engines()
         )
 
     async def _lost(self, request: web.Request) -> web.Response:
@@ -204,14 +213,14 @@ class ControlService:
 
     def lost(self, lost: EngineLost) -> EngineInfo:
         """Nothing waits for it any more but for its return; the engine as it was. Raises RouterError: unknown."""
-        engine = self.router.engine(lost.engine_id)
+        engine, dispatcher = self.weights.pools.engine(lost.engine_id), self.weights.pools.of(lost.engine_id)
         logger.error("engine %s has ended: %s", lost.engine_id, lost.reason)
         self.returning.lost(lost.engine_id, lost.returns_s)
         if not lost.returns_s:
             self.scheduler.served.distrusted(lost.engine_id)
-        self.router.leave(lost.engine_id, lost.reason)
-        self.scheduler.dispatcher.interrupt(lost.engine_id)
-        self.scheduler.dispatcher.refresh()
+        dispatcher.router.leave(lost.engine_id, lost.reason)
+        dispatcher.interrupt(lost.engine_id)
+        dispatcher.refresh()
         return engine
 
     async def _hold(self, request: web.Request) -> web.Response:
@@ -315,30 +324,11 @@ class ControlService:
 
     def begin_evaluation(self, request: EvaluateRequest) -> None:
         """`evaluate` of the same step has the result."""
-        if request.step not in self._evaluating:
-            self._evaluating[request.step] = asyncio.create_task(self.evaluation.run(request))
+        self._evaluations.begin(request)
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply | SyncWanted:
-        """The evaluation, which may have been begun, or, where its engines have ended and others came, what these need
-        first.
-
-        Raises:
-            EvaluationError, DeadlineExceeded: see `Evaluation.run`.
-        """
-        self.begin_evaluation(request)
-        evaluating = self._evaluating.pop(request.step)
-        try:
-            while not evaluating.done():
-                self._progress.clear()
-                if not self._serving() and (engines := self._unsynced()):
-                    return SyncWanted(engines)
-                progress = asyncio.ensure_future(self._progress.wait())
-                await asyncio.wait([evaluating, progress], return_when=asyncio.FIRST_COMPLETED)
-                progress.cancel()
-            return await evaluating
-        finally:
-            evaluating.cancel()
-            await asyncio.gather(evaluating, return_exceptions=True)
+        """The evaluation, which may have been begun, or what is needed first. Raises as `Evaluations.result`."""
+        return await self._evaluations.result(request)
 
     async def _state(self, _: web.Request) -> web.Response:
         """Answers with a `RolloutState`."""

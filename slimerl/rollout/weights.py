@@ -7,6 +7,9 @@ still run in a hold wait in their engine, and go on with the new weights. A leas
 in time ends by itself: an engine that says it holds the lease's version has been verified and committed, and is
 released; of every other nobody knows what was written, and it is quarantined until a later full, verified rewrite.
 
+Engines of evaluations alone (`evaluation_engines.py`) are held for a version that is evaluated, and not while they
+evaluate another.
+
 All of it is journaled (`samples/served.py`). A lease ends with its process: in one that takes over, engines serve at
 once that nobody may have written to since their release, and the others after the next one.
 """
@@ -15,7 +18,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,6 +27,7 @@ from slimerl.engine.protocol import PauseMode
 from slimerl.resilience.deadline import Deadline
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import Engines
+from slimerl.rollout.evaluation_engines import EnginePools, EvaluationEngines
 from slimerl.rollout.returning import ReturningEngines
 from slimerl.samples.messages import EngineInfo, EngineState, HoldReply, HoldRequest, ReleaseRequest
 from slimerl.samples.served import ServedWeights
@@ -45,6 +49,8 @@ class _Lease:
     version: int
     engines: tuple[EngineInfo, ...]
     granted_s: float
+    of: tuple[Dispatcher, ...]
+    """By whom the engines are asked."""
 
 
 @dataclass
@@ -55,6 +61,7 @@ class WeightHold:
         on_update: `rollout.on_update` of the spec.
         returning: engines that are being started again; a hold for which no other is left waits for them.
         released: called with the version that engines serve from now on.
+        evaluators: engines that do nothing but evaluate; the hold does without them where it must.
     """
 
     dispatcher: Dispatcher
@@ -65,6 +72,7 @@ class WeightHold:
     released: Callable[[int], None] = lambda version: None
     returning: ReturningEngines = field(default_factory=ReturningEngines)
     served: ServedWeights = field(default_factory=ServedWeights)
+    evaluators: EvaluationEngines | None = None
     _busy: str = ""
     """What is going on, for those who must be refused."""
     _lease: _Lease | None = None
@@ -87,11 +95,13 @@ class WeightHold:
         begun = time.monotonic()
         try:
             if router.version < 0:
-                await self._registered(self.engines_expected, min(self.start_s, request.lease_s))
+                within_s = min(self.start_s, request.lease_s)
+                await self._registered(self.engines_expected, within_s, self.pools.dispatchers())
             else:
                 await self._outlived_registered(request.lease_s)
-                if not self._alive() and (wait_s := min(self.returning.remaining_s, request.lease_s)):
-                    await self._registered(1, wait_s)
+                wait_s = min(self.returning.remaining_s, request.lease_s)
+                if wait_s and not _alive([self.dispatcher]):
+                    await self._registered(1, wait_s, [self.dispatcher])
             if self.on_update == "drain":
                 await self.dispatcher.drain(request.lease_s)
             else:
@@ -99,11 +109,14 @@ class WeightHold:
         except BaseException:
             self._busy = ""
             raise
-        engines = tuple(self._alive())
-        if not engines:
+        if not _alive([self.dispatcher]):
             self._end()
             raise HoldError(f"no engine is left to hold: {router.reasons() or 'none has registered'}")
-        lease = _Lease(uuid.uuid4().hex, request.version, engines, time.monotonic())
+        taking = tuple(self.pools.taking(request.version))
+        for dispatcher in taking:
+            dispatcher.hold()
+        engines = tuple(_alive(taking))
+        lease = _Lease(uuid.uuid4().hex, request.version, engines, time.monotonic(), taking)
         self._lease = lease
         self.served.held([one.engine_id for one in engines])
         trace.add("drain", begun, lease.granted_s, "weights", request.version)
@@ -137,11 +150,11 @@ class WeightHold:
         new = held - {one.engine_id for one in self._same_servers(lease)}
         whole = [name for name in request.whole if name not in new]
         dirty = {name: reason for name, reason in dirty.items() if name not in new}
-        self.dispatcher.router.release(request.version, whole, dirty)
+        self.pools.release(lease.of, request.version, whole, dirty)
         self._note_release(lease.lease_id, lease.version)
         for engine_id, reason in dirty.items():
             logger.error("engine %s is quarantined: %s", engine_id, reason)
-            self.dispatcher.interrupt(engine_id)
+            self.pools.of(engine_id).interrupt(engine_id)
         now = time.monotonic()
         trace.add("hold", lease.granted_s, now, "weights", request.version)
         logger.info("version %d released after %.2f s", request.version, now - lease.granted_s)
@@ -155,12 +168,17 @@ class WeightHold:
         """What is going on; empty while nothing is held."""
         return self._busy
 
+    @property
+    def pools(self) -> EnginePools:
+        return EnginePools(self.dispatcher, self.evaluators)
+
     def joined(self, engine: EngineInfo) -> None:
         """An engine registered, as it says of itself."""
         if self.served.proves(engine):
             logger.info("engine %s has the weights that were proven, and serves", engine.engine_id)
-            self.dispatcher.router.release(engine.version, [engine.engine_id], {})
-            self.dispatcher.refresh()
+            dispatcher = self.pools.of(engine.engine_id)
+            dispatcher.router.release(engine.version, [engine.engine_id], {})
+            dispatcher.refresh()
         self._changed.set()
 
     async def close(self) -> None:
@@ -170,16 +188,13 @@ class WeightHold:
 
     def _same_servers(self, lease: _Lease) -> list[EngineInfo]:
         """Of the engines that were held those in whose place no other has registered since."""
-        now = {one.engine_id: (one.url, one.admin_key) for one in self.dispatcher.router.engines()}
+        now = {one.engine_id: (one.url, one.admin_key) for one in self.pools.engines()}
         return [one for one in lease.engines if now.get(one.engine_id) == (one.url, one.admin_key)]
 
-    def _alive(self) -> list[EngineInfo]:
-        return [one for one in self.dispatcher.router.engines() if one.state is not EngineState.DEAD]
-
-    async def _registered(self, count: int, within_s: float) -> None:
+    async def _registered(self, count: int, within_s: float, of: Sequence[Dispatcher]) -> None:
         """So many: of the first version all at once, for before it nothing could be served anyway."""
         deadline = Deadline(f"{count} engine{'s'[: count > 1]} to register", within_s)
-        while len(alive := self._alive()) < count:
+        while len(alive := _alive(of)) < count:
             names = ", ".join(one.engine_id for one in alive)
             deadline.check(f"registered: {names or 'none'}; see the logs of the missing engines")
             self._changed.clear()
@@ -199,20 +214,22 @@ class WeightHold:
         self._lease = None
         self._busy = f"lease {lease.lease_id} ran out after {lease_s:g} s; looking at its engines"
         logger.error("%s; the trainer did not release it", self._busy)
-        router = self.dispatcher.router
         asked = self._same_servers(lease)
         found = await asyncio.gather(*(self._committed(one, lease.version) for one in asked))
         same = self._same_servers(lease)
         whole = [one.engine_id for one, committed in zip(asked, found, strict=True) if committed and one in same]
+        if not any(self.pools.of(engine_id) is self.dispatcher for engine_id in whole):
+            whole = []  # what evaluates alone does not make it the run's version
         reason = f"its weight update to version {lease.version} was never confirmed (the lease ran out)"
         for engine in same:
-            if engine.engine_id not in whole and router.engine(engine.engine_id).state is not EngineState.DEAD:
+            owner = self.pools.of(engine.engine_id)
+            if engine.engine_id not in whole and owner.router.engine(engine.engine_id).state is not EngineState.DEAD:
                 logger.error("engine %s is quarantined: %s", engine.engine_id, reason)
-                router.quarantine(engine.engine_id, reason)
-                self.dispatcher.interrupt(engine.engine_id)
+                owner.router.quarantine(engine.engine_id, reason)
+                owner.interrupt(engine.engine_id)
         if whole:
             logger.warning("released at version %d although the lease ran out: %s", lease.version, ", ".join(whole))
-            router.release(lease.version, whole, {})
+            self.pools.release(lease.of, lease.version, whole, {})
             self._note_release("", lease.version)
         self._end()
         if whole:
@@ -233,15 +250,19 @@ class WeightHold:
 
     def _note_release(self, lease_id: str, version: int) -> None:
         """Before anything is sent to the engines."""
-        serving = set(self.dispatcher.router.serving())
-        engines = [one for one in self.dispatcher.router.engines() if one.engine_id in serving]
-        self.served.released(lease_id, version, {one.engine_id: one.admin_key for one in engines})
+        self.served.released(lease_id, version, {one.engine_id: one.admin_key for one in self.pools.serving(version)})
 
     def _end(self) -> None:
         self._lease = None
         self._expiry = None
         self._busy = ""
-        self.dispatcher.resume()
+        for dispatcher in self.pools.dispatchers():
+            dispatcher.resume()
+
+
+def _alive(of: Iterable[Dispatcher]) -> list[EngineInfo]:
+    engines = [engine for dispatcher in of for engine in dispatcher.router.engines()]
+    return [one for one in engines if one.state is not EngineState.DEAD]
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

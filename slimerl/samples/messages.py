@@ -275,6 +275,8 @@ class Status(msgspec.Struct, frozen=True):
     engines: list[EngineInfo]
     returning: list[str] = []
     """Engines that ended and are being started again."""
+    evaluating: list[int] = []
+    """Steps whose evaluation was begun, has no result yet and may still have one."""
 
 
 class Refusal(msgspec.Struct, frozen=True):

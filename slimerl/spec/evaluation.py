@@ -55,6 +55,9 @@ class EvaluationSpec(Strict):
     background: bool = False
     """Engines evaluate while the trainer is at the next step; new weights wait for the end of it, so that one version
     answers all prompts. Before the first and after the last step there is nothing else to do."""
+    engines: NonNegative = 0
+    """The last so many of `engine.replicas` evaluate and do nothing else (`background`). New weights do not wait for
+    them: they keep theirs while they evaluate, and take part only in the syncs of versions that are evaluated."""
 
     @model_validator(mode="after")
     def _sets_fit(self) -> "EvaluationSpec":
@@ -68,6 +71,10 @@ class EvaluationSpec(Strict):
                     "temperature is 0; set one above, or samples_per_prompt to 1"
                 )
         return self
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Are the weights after this step, of so many, evaluated?"""
+        return step in (0, steps) or (self.every_steps > 0 and step % self.every_steps == 0)
 
     def temperature_of(self, one: EvaluationSetSpec) -> float:
         return self.temperature if one.temperature is None else one.temperature

@@ -16,6 +16,7 @@ from slimerl.spec.critic import CriticSpec, check_critic
 from slimerl.spec.elastic import check_elastic
 from slimerl.spec.engine import EngineSpec
 from slimerl.spec.evaluation import EvaluationSpec, check_evaluation
+from slimerl.spec.evaluation_engines import check_evaluation_engines
 from slimerl.spec.fields import (
     FilePath,
     NonNegative,
@@ -383,6 +384,7 @@ class RunSpec(Strict):
                 "checkpoint keeps no second model, and a run that goes on there takes its reference from the policy"
             )
         check_evaluation(self.evaluation, self.reward, self.uses_engines, self.shares_gpus, self.evaluates)
+        check_evaluation_engines(self)
         longest = self.data.max_prompt_tokens + self.evaluation.longest_new_tokens(rollout.max_new_tokens)
         if self.uses_engines and longest > self.engine.context_tokens:
             raise ValueError(

@@ -58,6 +58,7 @@ class ProgressView:
     def __init__(self, run_dir: Path, steps: int, console: Console) -> None:
         self._console, self._steps = console, steps
         self._first: dict[str, Any] | None = None
+        self._newest = 0
         self._events = Tail(run_dir / EVENTS_FILE, from_end=True)
         self._metrics = Tail(run_dir / METRICS_FILE, from_end=True)
         self._bar = Progress(
@@ -108,8 +109,9 @@ class ProgressView:
         if self._first is None:
             self._first = record
         done = record["step"] - self._first["step"]
-        if done <= 0:
-            return ""
+        if done <= 0 or record["step"] < self._newest:
+            return ""  # of an evaluation that went on beside later steps: how far the run is, those have said
+        self._newest = record["step"]
         seconds = (record["time"] - self._first["time"]) / done * (self._steps - record["step"])
         return f"  left {timedelta(seconds=round(seconds))}"
 

@@ -140,11 +140,11 @@ def train(run: Run) -> None:
         if run.turns is not None:
             # while the trainer has its memory; it is complete at the next step, after this one's record
             _checkpoint(run, clock, step, at_the_end)
-        background.finish()
+        background.make_way(step)
         figures |= _publish(run, clock, version=step)
         figures |= clock.take()
         figures |= run.compare_ranks(figures)
-        if _evaluation_due(run.spec, step) and not background.begin(step):
+        if run.spec.evaluation.is_due(step, steps) and not background.begin(step):
             figures |= _evaluate(run, clock, step)
             clock.take()
         figures |= run.resources()
@@ -155,6 +155,7 @@ def train(run: Run) -> None:
             # after the record: what a checkpoint has seen, the record has
             _checkpoint(run, clock, step, at_the_end)
         if run.checkpoints.stopping and step < steps:
+            background.finish(unless=step)
             run.checkpoints.close()
             run.checkpoints.require(step)
             return
@@ -191,7 +192,7 @@ def _begin(run: Run, clock: StepClock) -> None:
     """Bring the weights to the engines; where the run begins, evaluate and record them."""
     figures = _publish(run, clock, version=run.done_steps)
     if run.done_steps == 0:
-        figures |= _evaluate(run, clock, step=0)
+        figures |= {} if run.spec.evaluation.engines else _evaluate(run, clock, step=0)
         run.log.metrics(0, figures)
     clock.take()
 
@@ -232,15 +233,18 @@ def _evaluate(run: Run, clock: StepClock, step: int) -> dict[str, float]:
 
 
 class _BackgroundEvaluation:
-    """One at a time, from the sync of its weights to the next; its figures are a record of their own.
+    """One at a time, from the sync of its weights to the next, or, with engines of its own, as long as it takes until
+    the next evaluation; its figures are a record of their own, of the step whose weights they are of.
 
-    A run that goes on after a step whose evaluation may not have come to its end begins it again.
+    A run that goes on after a step whose evaluation may not have come to its end begins it again; one of an earlier
+    step that was under way when a run broke off is lost.
     """
 
     def __init__(self, run: Run, clock: StepClock) -> None:
         self._run, self._clock = run, clock
         self._step: int | None = None
-        if run.done_steps > 0 and _evaluation_due(run.spec, run.done_steps):
+        self._apart = run.spec.evaluation.engines > 0
+        if (self._apart or run.done_steps > 0) and run.spec.evaluation.is_due(run.done_steps, run.spec.training.steps):
             self.begin(run.done_steps)
 
     def begin(self, step: int) -> bool:
@@ -251,9 +255,17 @@ class _BackgroundEvaluation:
         self._step = step
         return True
 
-    def finish(self) -> None:
-        """Before new weights come."""
+    def make_way(self, version: int) -> None:
+        """Before the weights of that version come."""
         if self._step is None:
+            return
+        wanted = not self._apart or self._run.spec.evaluation.is_due(version, self._run.spec.training.steps)
+        if wanted or self._run.source.evaluation_ended(self._step):
+            self.finish()
+
+    def finish(self, unless: int | None = None) -> None:
+        """Wait for it, and record it. Args: `unless`: the step of one that is begun again by the run that goes on."""
+        if self._step in (None, unless):
             return
         step, self._step = self._step, None
         with self._clock(step, "evaluate"):
@@ -263,8 +275,3 @@ class _BackgroundEvaluation:
             self._run.log.event(step, "alarm", "evaluation given up", text)
         else:
             self._run.log.metrics(step, figures)
-
-
-def _evaluation_due(spec: RunSpec, step: int) -> bool:
-    every = spec.evaluation.every_steps
-    return step == spec.training.steps or (every > 0 and step % every == 0)

@@ -164,9 +164,11 @@ class RolloutClient:
     def release(self, request: ReleaseRequest) -> None:
         self._ask("POST", Endpoint.RELEASE, request, None)
 
-    def begin_evaluation(self, step: int, timeout_s: float) -> None:
-        """Of the present weights, while the caller does something else; `evaluate` has the result."""
-        self._ask("POST", Endpoint.BEGIN_EVALUATION, EvaluateRequest(step, timeout_s), None)
+    def begin_evaluation(self, step: int, timeout_s: float) -> bool:
+        """Of the present weights, while the caller does something else; `evaluate` has the result. Asked again it is
+        the same evaluation. Returns whether there is something to wait for: no result yet, and one may come."""
+        status: Status = self._ask("POST", Endpoint.BEGIN_EVALUATION, EvaluateRequest(step, timeout_s), Status)
+        return step in status.evaluating
 
     def evaluate(self, step: int, timeout_s: float) -> EvaluateReply | SyncWanted:
         """The held-out prompts with the present weights, or what `begin_evaluation` has begun."""

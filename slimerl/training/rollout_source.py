@@ -108,6 +108,12 @@ class RolloutSource:
         if self._grid.is_first and self._client is not None:
             self._client.begin_evaluation(step, self._spec.deadlines.batch_s)
 
+    def evaluation_ended(self, step: int) -> bool:
+        waits = False
+        if self._grid.is_first and self._client is not None:
+            waits = self._client.begin_evaluation(step, self._spec.deadlines.batch_s)
+        return not anywhere(waits, self._grid)
+
     def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float] | None:
         data = None
         if self._grid.is_first and self._client is not None:

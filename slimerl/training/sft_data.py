@@ -62,6 +62,9 @@ class RowSource(Generic[RowKind]):
     def begin_evaluation(self, step: int) -> None:
         """The trainer evaluates by itself, when it is asked to; the spec refuses evaluation.background here."""
 
+    def evaluation_ended(self, step: int) -> bool:
+        return True
+
     def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float]:
         raise NotImplementedError
 

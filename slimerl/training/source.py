@@ -32,6 +32,10 @@ class Source(Protocol):
         """Let the engines evaluate the weights of `step`; `evaluate` of the same step has the figures."""
         ...
 
+    def evaluation_ended(self, step: int) -> bool:
+        """Of one that was begun: does `evaluate` have its figures, or that there are none, without waiting?"""
+        ...
+
     def evaluate(self, step: int, trainer: PolicyTrainer) -> dict[str, float] | None:
         """Figures of the held-out data (`eval/…`) on the first rank; None: as of `take`."""
         ...

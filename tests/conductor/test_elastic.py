@@ -57,6 +57,27 @@ def test_what_cannot_be_removed_is_refused_and_everything_stays(conductor, reque
     assert [role.exit_code for role in roles] == [None, None, None]
 
 
+@pytest.mark.parametrize(
+    ("removed", "why"),
+    [("engine-1", "engine-1 evaluates alone, and the run counts on it"), ("engine-0", "one must stay")],
+)
+def test_neither_an_engine_that_evaluates_alone_nor_the_last_of_the_rollouts_is_removed(tmp_path, removed, why):
+    apart = {"engines": 1, "background": True, "every_steps": 1}
+    sections = {"engine": {"replicas": 2}, "cluster": {"placement": "disaggregated"}, "evaluation": apart}
+    spec = load_spec(write_spec(tmp_path, **sections))
+    commands = [
+        RoleCommand(name, [sys.executable, "-c", SLEEP], dict(os.environ), engine_id=name)
+        for name in ("engine-0", "engine-1")
+    ]
+    roles = [RoleProcess(command, tmp_path) for command in commands]
+    try:
+        answer = ElasticEngines(spec, tmp_path, print).change(EngineRequest(remove=[removed]), roles, "by command")
+        assert why in answer.refused
+        assert len(roles) == 2
+    finally:
+        end_all(roles, 0.1)
+
+
 def test_an_engine_that_is_removed_ends_and_the_others_stay(conductor):
     spec, roles = conductor
     ended = roles[0]

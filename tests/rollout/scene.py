@@ -17,6 +17,7 @@ from slimerl.rollout.agents.loop import AgentLoop, SingleTurn
 from slimerl.rollout.dispatch import Dispatcher
 from slimerl.rollout.engines import EngineClients
 from slimerl.rollout.evaluation import Evaluation
+from slimerl.rollout.evaluation_engines import EvaluationEngines
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.kv_fleet import EngineModel
 from slimerl.rollout.kv_router import KvRouter
@@ -115,8 +116,11 @@ async def rollout(
     oversample: float | None = None,
     routing: bool = False,
     shard: int | None = None,
+    evaluators: int = 0,
+    is_due: Callable[[int], bool] = lambda version: True,
 ) -> AsyncIterator[Scene]:
-    """Running, with its engines joined but nothing released yet. `shard`: its number, where it is one of several."""
+    """Running, with its engines joined but nothing released yet. `shard`: its number, where it is one of several;
+    `evaluators`: the last so many of the engines evaluate, the versions that are due, and do nothing else."""
     async with AsyncExitStack() as stack:
         fakes = [await stack.enter_async_context(FakeEngine(f"engine-{number}")) for number in range(engines)]
         router = KvRouter(capacity, size, EngineModel(slots=capacity), clock=time.monotonic)
@@ -145,10 +149,18 @@ async def rollout(
             judge,
             agent or SingleTurn(),
         )
-        weights = WeightHold(dispatcher, clients, engines_expected=engines, start_s=PATIENCE_S, on_update=on_update)
+        apart = None
+        if evaluators:
+            names = frozenset(fake.engine_id for fake in fakes[-evaluators:])
+            own = KvRouter(capacity, size, EngineModel(slots=capacity), clock=time.monotonic)
+            apart = EvaluationEngines(names, Dispatcher(own, clients, request_s), is_due)
+        weights = WeightHold(
+            dispatcher, clients, engines_expected=engines, start_s=PATIENCE_S, on_update=on_update, evaluators=apart
+        )
         held_out = [Prompt(f"h{number}", (20, number), str(number)) for number in range(6)]
         evaluation = Evaluation(
-            held_out, SamplingParams(max_new_tokens, 0.0, stop_token_ids=(2,)), SEED, dispatcher, judge
+            *(held_out, SamplingParams(max_new_tokens, 0.0, stop_token_ids=(2,)), SEED),
+            *(dispatcher if apart is None else apart.dispatcher, judge),
         )
         if agent is not None:
             evaluation = replace(evaluation, agent=agent)
@@ -157,7 +169,7 @@ async def rollout(
         )
         for fake in fakes:
             clients.add(fake.info)
-            router.join(fake.info)
+            weights.pools.of(fake.engine_id).router.join(fake.info)
         running = asyncio.ensure_future(scheduler.run())
         try:
             yield Scene(fakes, router, scheduler, weights, evaluation, reward, service)
@@ -166,6 +178,7 @@ async def rollout(
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             await weights.close()
-            await dispatcher.close()
+            for each in weights.pools.dispatchers():
+                await each.close()
             await clients.close()
             judge.close()

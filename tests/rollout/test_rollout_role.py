@@ -256,6 +256,33 @@ def test_a_run_from_the_first_sync_to_the_shutdown(files, start):
     assert "Traceback" not in role.text()
 
 
+def test_an_engine_that_evaluates_alone_keeps_its_version_while_the_other_goes_on(files, start):
+    apart = ("evaluation.engines=1", "evaluation.background=true", "evaluation.every_steps=3")
+    role = start(files.write(), "cluster.placement=disaggregated", *apart)
+
+    async def scene(client: RolloutClient, engines: list[FakeEngine]) -> None:
+        of_rollouts, evaluator = engines
+        await sync(client, engines, 0)
+        evaluator.open.clear()
+        for step in (1, 2):
+            assert await asyncio.to_thread(client.begin_evaluation, 0, START_S), "it has not ended"
+            await train_step(client, step)
+            await sync(client, [of_rollouts], step)
+        evaluator.open.set()
+        before = await asyncio.to_thread(client.evaluate, 0, 20.0)
+        assert (before.version, before.prompts, before.failures) == (0, 5, 0)
+        await train_step(client, 3)
+        await sync(client, engines, 3)
+        after = await asyncio.to_thread(client.evaluate, 3, 20.0)
+        assert (after.version, after.accuracy) == (3, before.accuracy)
+        assert [engine.calls["/generate"] for engine in engines] == [GROUPS * SIZE * STEPS, 2 * 5]
+        await asyncio.to_thread(client.shutdown)
+        assert await asyncio.to_thread(role.exit_code) == 0, role.text()
+
+    with_engines(files, scene)
+    assert "Traceback" not in role.text()
+
+
 def test_a5_sigterm_ends_the_role_at_once_and_refuses_whoever_waits(files, start):
     """Fault: SIGTERM while engines compute, the trainer waits and a reward worker is idle."""
     role = start(files.write())

@@ -38,7 +38,7 @@ def process(act: Act, directory: Path, takes_over: bool = False, **options: Any)
     async def begin(made: Scene, journal: JournalFile) -> None:
         if takes_over:
             for engine in made.engines:
-                made.router.leave(engine.engine_id, "it has not registered here")
+                made.weights.pools.of(engine.engine_id).router.leave(engine.engine_id, "it has not registered here")
         await take_over(made.service, journal, directory, RETURNS_S, takes_over)
 
     return play(act, directory, begin, **options)
@@ -50,8 +50,9 @@ async def hold(made: Scene, version: int) -> HoldReply:
 
 async def sync(made: Scene, version: int, dirty: dict[str, str] | None = None) -> ReleaseRequest:
     reply = await hold(made, version)
+    held = {one.engine_id for one in reply.engines}
     for engine in made.engines:
-        engine.version = str(version)
+        engine.version = str(version) if engine.engine_id in held else engine.version
     whole = [one.engine_id for one in reply.engines if one.engine_id not in (dirty or {})]
     request = ReleaseRequest(reply.lease_id, version, whole, dirty or {})
     made.weights.release(request)
@@ -174,6 +175,27 @@ def test_w2_an_engine_that_may_be_another_serves_after_a_sync_alone(tmp_path, wh
 
     process(trained_one, tmp_path / "journal")
     process(after, tmp_path / "journal", takes_over=True)
+
+
+@pytest.mark.parametrize(("evaluated", "state"), [(1, EngineState.SERVING), (0, EngineState.JOINING)])
+def test_w2_an_engine_that_evaluates_alone_serves_at_once_where_it_has_the_version_released_last(
+    tmp_path, evaluated, state
+):
+    """The other one holds weights that nobody evaluates any more."""
+    options = {"evaluators": 1, "is_due": lambda version: version == evaluated}
+
+    async def after(made: Scene) -> None:
+        assert register(made, 0, 1) is EngineState.SERVING
+        assert register(made, 1, evaluated) is state
+        reply = await made.service.evaluate(EvaluateRequest(1, PATIENCE_S))
+        if state is EngineState.SERVING:
+            assert isinstance(reply, EvaluateReply)
+            assert (reply.version, reply.prompts) == (1, 6)
+        else:
+            assert reply == SyncWanted(["engine-1"])
+
+    process(trained_one, tmp_path / "journal", **options)
+    process(after, tmp_path / "journal", takes_over=True, **options)
 
 
 @pytest.mark.parametrize("doubt", ["dirty", "wrong version", "given up"])

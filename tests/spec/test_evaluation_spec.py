@@ -3,6 +3,7 @@
 import pytest
 
 from slimerl.conductor.preflight.data import data_faults
+from slimerl.spec.evaluation_engines import evaluation_engines
 from slimerl.spec.load import SpecError, spec_from_tree
 from slimerl.spec.schema import RunSpec
 
@@ -52,6 +53,44 @@ def test_an_evaluation_in_the_background_has_a_step_at_which_it_is_made():
     assert spec_of({"background": True, "every_steps": 1, "sets": [SET]}, **beside).evaluation.background
     with pytest.raises(SpecError, match=r"evaluation\.every_steps = 0 evaluates at no other; set that, or drop"):
         spec_of({"background": True, "sets": [SET]}, **beside)
+
+
+APART = {"background": True, "every_steps": 1, "sets": [SET], "engines": 2}
+BESIDE = {"cluster": {"placement": "disaggregated"}, "engine": {"replicas": 4}}
+
+
+def test_the_last_engines_are_those_that_evaluate_alone():
+    assert list(evaluation_engines(spec_of(APART, **BESIDE))) == [2, 3]
+    assert list(evaluation_engines(spec_of({}))) == []
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "sections", "message"),
+    [
+        ({"background": False}, {}, "set evaluation.background: true, or drop evaluation.engines"),
+        ({"every_steps": 0}, {}, "evaluates at no other; set that, or drop it"),
+        ({}, {"engine": {"replicas": 2}}, "leaves no engine for rollouts; raise engine.replicas to 3, or lower"),
+        ({}, {"cluster": {"placement": "colocated"}}, "set cluster.placement: disaggregated"),
+        ({}, {"rollout": {"processes": 2}}, "belong to one rollout process; set rollout.processes: 1"),
+        (
+            {},
+            {"engine": {"replicas": 4, "elastic": {"max": 5, "cooldown_steps": 1}}, "training": {"steps": 9}},
+            "come and go by load are all of the rollouts; drop engine.elastic",
+        ),
+        ({}, {"sync": {"transport": "shards"}}, "set another transport, or drop evaluation.engines"),
+        ({}, {"agent": {"kind": "external"}}, "samples through the gateway, on the engines of the rollouts; drop"),
+    ],
+)
+def test_engines_that_cannot_evaluate_alone_are_refused_with_what_to_set(evaluation, sections, message):
+    training = {"prompts_per_step": 8, "steps": 2, **sections.get("training", {})}
+    with pytest.raises(SpecError, match=message):
+        spec_of(APART | evaluation, **{**BESIDE, **sections, "training": training})
+
+
+@pytest.mark.parametrize(("every_steps", "due"), [(0, [0, 7]), (3, [0, 3, 6, 7])])
+def test_the_first_and_the_last_weights_are_evaluated_and_those_between_as_often_as_is_said(every_steps, due):
+    evaluation = spec_of({"every_steps": every_steps, "sets": [SET]}).evaluation
+    assert [step for step in range(8) if evaluation.is_due(step, steps=7)] == due
 
 
 def test_majorities_need_a_reward_that_tells_answers():

@@ -59,6 +59,15 @@ def test_without_a_terminal_each_line_says_how_long_the_rest_will_take(tmp_path)
     assert [line.partition("left ")[2] for line in out.getvalue().splitlines()] == ["", "2:18:00", "2:15:00"]
 
 
+def test_an_evaluation_that_ended_beside_later_steps_says_nothing_of_how_long_the_rest_will_take(tmp_path):
+    out = io.StringIO()
+    with ProgressView(tmp_path, 100, Console(file=out, force_terminal=False)):
+        records = [{"step": step, "time": 1000.0 + 90 * step, "train/loss": 0.25} for step in (7, 8, 10)]
+        records.append({"step": 8, "time": 2000.0, "eval/accuracy": 0.5})
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert out.getvalue().splitlines()[-1] == "step    8/100  held-out 50.0%"
+
+
 def test_the_final_table_holds_first_and_last_values(tmp_path):
     with RunLog(tmp_path) as log:
         log.metrics(0, {"eval/accuracy": 0.25})

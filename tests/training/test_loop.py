@@ -165,6 +165,57 @@ def test_an_evaluation_in_the_background_ends_before_its_weights_are_replaced(ra
     assert not any(name.startswith("eval/") for name in records[1][1])
 
 
+def with_engines_that_evaluate(spec: RunSpec, every_steps: int) -> RunSpec:
+    update = {"background": True, "every_steps": every_steps, "engines": 1}
+    return spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update=update)})
+
+
+@pytest.mark.parametrize(
+    ("polls", "recorded", "ends"),
+    [
+        (2, [0, 1, 0, 2, 3, 4, 3, 5, 6], {0: 2, 3: 5}),  # each has ended when it is asked for the second time
+        (99, [0, 1, 2, 0, 3, 4, 5, 3, 6], {0: 3, 3: 6}),  # none ends by itself
+    ],
+    ids=["short", "long"],
+)
+def test_an_evaluation_on_engines_of_its_own_waits_for_nobody_but_the_next_one(ranks, tmp_path, polls, recorded, ends):
+    tiny.write_model(tmp_path / "model", "qwen3")
+    spec = with_engines_that_evaluate(run_spec(tmp_path, ParallelSpec(data=2), steps=6), 3)
+    with ControlService(spec.run_dir, 6, polls) as service:
+        (events, records), _ = ranks.run(2, run_loop, spec)
+    assert [step for step, _ in records] == recorded
+    assert [step for step, values in records if "eval/accuracy" in values] == [0, 3, 6]
+    assert service.of("/evaluate") == [0, 3, 6]
+    kinds = [each for each in events if each[0] in ("synced", "evaluate")]
+    for evaluated, before in ends.items():
+        assert kinds.index(("evaluate", evaluated)) + 1 == kinds.index(("synced", before))
+    assert kinds[-1] == ("evaluate", 6)
+
+
+class StoppingCheckpoints(FailingCheckpoints):
+    """Of a run that is asked to end after its first step."""
+
+    stopping = True
+
+    def __init__(self):
+        super().__init__("", 0)
+
+    def require(self, step):
+        self._at("require")
+
+
+@pytest.mark.parametrize(("every_steps", "evaluated"), [(1, [0]), (3, [0])])
+def test_a_run_that_is_asked_to_end_waits_for_evaluations_that_no_other_makes(ranks, tmp_path, every_steps, evaluated):
+    """That of its own last step the run that goes on makes; of every_steps = 3 there is an earlier one."""
+    tiny.write_model(tmp_path / "model", "qwen3")
+    spec = with_engines_that_evaluate(run_spec(tmp_path, ParallelSpec(), steps=6), every_steps)
+    with ControlService(spec.run_dir, 6, evaluation_polls=99) as service:
+        [(_, records)] = ranks.run(1, run_loop, spec, StoppingCheckpoints())
+    assert service.of("/evaluate") == evaluated
+    assert (1 in service.of("/evaluate/begin")) == (every_steps == 1)
+    assert max(step for step, _ in records) == 1
+
+
 def test_all_grids_report_the_same_figures(ranks, tmp_path):
     tiny.write_model(tmp_path / "model", "qwen3")
     found = {}

@@ -20,6 +20,7 @@ from slimerl.samples.messages import (
     NextBatchRequest,
     Refusal,
     ServiceAddress,
+    Status,
     decode,
     encode,
 )
@@ -48,9 +49,14 @@ def prepared_samples(step: int, groups: int = 3, size: int = 4, vocabulary: int 
 
 
 class ControlService:
-    """`requests`: (path, message) in the order of arrival. Use as a context manager."""
+    """`requests`: (path, message) in the order of arrival. Use as a context manager.
 
-    def __init__(self, run_dir: Path, steps: int) -> None:
+    Args of the constructor: `evaluation_polls`: how often it is asked for an evaluation that was begun until it has
+    ended.
+    """
+
+    def __init__(self, run_dir: Path, steps: int, evaluation_polls: int = 1) -> None:
+        self.evaluation_polls = evaluation_polls
         self.samples = {step: prepared_samples(step) for step in range(1, steps + 1)}
         self.requests: list[tuple[str, Any]] = []
         service = self
@@ -104,7 +110,12 @@ class ControlService:
         if path == "/batches/trained":
             self.requests.append((path, decode(body, BatchTrained)))
             return 200, b""
-        if path in ("/evaluate", "/evaluate/begin"):
+        if path == "/evaluate/begin":
+            step = decode(body, EvaluateRequest).step
+            self.requests.append((path, step))
+            asked = self.of(path).count(step)
+            return 200, encode(Status(0, 0, 0, 0, 0, {}, [], [], [step] if asked <= self.evaluation_polls else []))
+        if path == "/evaluate":
             self.requests.append((path, decode(body, EvaluateRequest).step))
             return 200, encode(EvaluateReply(0, 0, 0.25, 8, 0, 5.0, 0.1, {"eval/set/pass_at_1": 0.5}))
         return 404, encode(Refusal(f"no such path {path}"))
