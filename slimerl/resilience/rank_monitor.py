@@ -26,6 +26,9 @@ _SOCKET = "FT_RANK_MONITOR_IPC_SOCKET"
 """Where the launcher tells a rank the address of its monitor."""
 _ANSWER_S = 10.0
 """For a monitor; one that stands still must not hold up the heartbeat."""
+_LEAVE_S = 30.0
+"""For the launchers of other nodes to end, before the first node's does; the package has 300 s, which a rank that died
+would keep the run from ending."""
 
 
 def is_installed() -> bool:
@@ -96,6 +99,7 @@ def main(arguments: list[str]) -> None:
     )
     # The monitors are forks, and would outlive a launcher that is killed. SIGTERM, for they remove their sockets.
     os.register_at_fork(after_in_child=partial(die_with_parent, os.getpid(), signal.SIGTERM))
+    launcher.LocalElasticAgent = partial(launcher.LocalElasticAgent, exit_barrier_timeout=_LEAVE_S)
     launcher.main(arguments)
 
 

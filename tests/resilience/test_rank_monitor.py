@@ -33,6 +33,8 @@ def stand_here():
 heartbeat.start(here, f"trainer-{rank}", {"train": 1.0}, 60.0)
 size, first = os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]
 print(f"rank {rank} of {size} is node {sys.argv[3]}, first: {first}", flush=True)
+if rank == "0" and hangs == "died":
+    os.kill(os.getpid(), signal.SIGKILL)
 if rank == "1" and hangs == "late":
     heartbeat.enter("train")
     stand_here()
@@ -151,3 +153,11 @@ def test_ranks_are_numbered_by_the_numbers_of_their_nodes_whichever_comes_first(
         one.until_said(f"rank {node} of 3 is node {node}, first: 127.0.0.1")
     (tmp_path / "go").touch()
     assert [one.process.wait(START_S) for one in nodes] == [0, 0, 0]
+
+
+def test_the_first_node_does_not_wait_long_for_the_others_when_one_of_its_ranks_died(launch):
+    """The rank of the other node gets on all the time, as one does whose collectives have not failed yet."""
+    first, other = (launch("died", node=node, nodes=2, ranks=1) for node in (0, 1))
+    assert first.process.wait(START_S) == 1
+    assert "failed (exitcode: -9) local_rank: 0" in first.text()
+    assert other.process.poll() is None
