@@ -1,6 +1,7 @@
 """Whole runs, as a user starts them: they learn, agree with the engine, and end without leaving anything behind."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -42,6 +43,24 @@ def test_a_run_trains_proves_each_sync_and_exports_what_it_trained(spec, grid):
     after = transformers.AutoModelForCausalLM.from_pretrained(run.directory / "model").state_dict()
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert run.left_behind() == []
+
+
+@pytest.mark.slow
+def test_an_engine_of_its_own_evaluates_while_the_run_trains(spec):
+    apart = ("evaluation.engines=1", "evaluation.background=true", "evaluation.every_steps=2")
+    overrides = ("training.steps=4", "engine.replicas=2", "cluster.placement=disaggregated", *apart)
+    run = start(spec, *overrides)
+    code, output = run.finish()
+    assert code == 0, output
+    found = records(run)
+    evaluated = {record["step"]: record["eval/prompts"] for record in found if "eval/prompts" in record}
+    assert evaluated == {0: 10, 2: 10, 4: 10}
+    assert {record["rollout/engines"] for record in found if "train/loss" in record} == {1.0}
+    log = (run.directory / "logs" / "rollout.log").read_text()
+    written = re.findall(r"weights held for version (\d): (.*)", log)
+    both = "engine-0, engine-1"
+    assert written == [("0", both), ("1", "engine-0"), ("2", both), ("3", "engine-0"), ("4", both)]
     assert run.left_behind() == []
 
 
