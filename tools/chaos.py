@@ -9,15 +9,20 @@ the last one has been survived. Survived: what was struck is gone, where it must
 than before, by itself, within the limit of the kind. At the end every step is recorded once, losses and weights are
 those of the undisturbed run (of rollout.max_staleness: 0, on the CPU), and no process is left. OUT/faults.jsonl has a
 line for each fault. Exit code 1: something of it is not so.
+
+That the disk is full can be had where this process may mount: OUT/fire/checkpoints is a file system of its own in
+memory until the end. A call that is killed leaves it mounted, and the next one with that OUT takes it up or away.
 """
 
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +30,8 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from chaos_faults import ALIVE_S, KINDS, POLL_S, STAYING, Fired
+from chaos_disk import CannotMount, disk_of_checkpoints, refusal, unmount
+from chaos_faults import ALIVE_S, KINDS, NEEDS_DISK, POLL_S, STAYING, Fired
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -36,6 +42,7 @@ from slimerl.resilience.tied import tied_command
 from slimerl.spec import SpecError, load_spec
 from slimerl.telemetry import read_records
 from slimerl.telemetry.run_log import METRICS_FILE
+from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR
 
 CHECKPOINT_STEPS = 2
 START_S = 240.0
@@ -63,20 +70,21 @@ def main(
     faults: Annotated[int, typer.Option(min=1)] = 20,
     seed: Annotated[int, typer.Option()] = 0,
     steps_per_fault: Annotated[int, typer.Option(help="Raise it where the run ends before its faults.")] = 6,
-    kinds: Annotated[str, typer.Option(help=f"Some of: {', '.join(KINDS)}.")] = ",".join(KINDS),
+    kinds: Annotated[str, typer.Option(help=f"Some of: {', '.join(KINDS)}. Default: all.")] = "",
     out: Annotated[Path, typer.Option(help="An earlier one is replaced.")] = Path("runs/chaos"),
     resume: Annotated[bool, typer.Option(help="Go on with the same call's OUT, which was interrupted.")] = False,
 ) -> None:
     """Run SPEC undisturbed and under FAULTS faults, and compare."""
-    chosen = [kind.strip() for kind in kinds.split(",")]
-    if unknown := [kind for kind in chosen if kind not in KINDS]:
-        raise typer.BadParameter(f"unknown kinds: {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     try:
+        chosen, left_out = chosen_of(kinds, refusal(out))
         load_spec(spec, overrides or ())
         if not resume:
             emptied(out)
-    except (SpecError, NotOurs) as error:
+    except (NoSuchKind, SpecError, NotOurs, CannotMount) as error:
         raise typer.BadParameter(str(error)) from None
+    if left_out:
+        console.print(left_out, style="yellow", highlight=False)
     steps = steps_per_fault * faults
     own = [f"training.steps={steps}", f"checkpoint.every_steps={CHECKPOINT_STEPS}", *(overrides or ())]
     if not _is_over(out / "calm"):
@@ -93,17 +101,45 @@ def main(
     raise typer.Exit(1 if problems else 0)
 
 
+class NoSuchKind(ValueError):
+    """A kind that was asked for is none, or cannot be had here."""
+
+
+def chosen_of(kinds: str, no_disk: str) -> tuple[list[str], str]:
+    """The kinds of faults, and a line on those of all that are left out.
+
+    Args:
+        kinds: with commas between them; empty: all.
+        no_disk: why there can be no file system to be filled; empty: there can.
+
+    Raises NoSuchKind.
+    """
+    asked = [kind.strip() for kind in kinds.split(",")] if kinds else list(KINDS)
+    if unknown := [kind for kind in asked if kind not in KINDS]:
+        raise NoSuchKind(f"unknown kinds: {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    if not no_disk or NEEDS_DISK not in asked:
+        return asked, ""
+    if kinds:
+        raise NoSuchKind(
+            f"'{NEEDS_DISK}' cannot be had, for nothing can be mounted in --out: {no_disk}; run it as root"
+        )
+    asked.remove(NEEDS_DISK)
+    return asked, f"left out: '{NEEDS_DISK}', for nothing can be mounted: {no_disk}"
+
+
 class NotOurs(ValueError):
     """A directory holds what this program has not made."""
 
 
 def emptied(out: Path) -> None:
-    """Make OUT an empty directory. Raises NotOurs, and removes nothing: it holds what no earlier call left there."""
+    """Make OUT an empty directory. Raises NotOurs, and removes nothing: it holds what no earlier call left there;
+    CannotMount."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise NotOurs(f"--out {out} is no directory; choose another")
     left = sorted(out.iterdir()) if out.exists() else []
     if others := [path.name for path in left if path.name not in LEFT]:
         raise NotOurs(f"--out {out} holds {', '.join(others[:3])}, which is not of this program; choose another")
+    unmount(out / "fire" / CHECKPOINTS_DIR)
     for path in left:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     out.mkdir(parents=True, exist_ok=True)
@@ -135,7 +171,11 @@ def struck(
     run = Fired(_command(spec, [*overrides, *budget], out / "fire"), out / "fire")
     survived, problems = read_survived(out / "faults.jsonl"), []
     if len(survived) < len(order) or not _is_over(run.run_dir):
-        problems = under_fire(run, order, seed, survived, out / "faults.jsonl")
+        try:
+            with disk_of_checkpoints(run.run_dir) if NEEDS_DISK in order else nullcontext():
+                problems = under_fire(run, order, seed, survived, out / "faults.jsonl")
+        except CannotMount as error:
+            problems = [f"the disk of the checkpoints: {error}"]
     late = [f"{one.kind}: {one.recovery_s:.1f} s, above {one.limit_s:g} s" for one in survived if _late(one)]
     return survived, [*problems, *late, *(f"left behind: {each}" for each in run.left_behind())]
 

@@ -1,7 +1,7 @@
 """What tools/chaos.py strikes a run with, and the run as it is struck.
 
-Flows in: a run's command. Flows out: processes killed, stopped and frozen, files truncated, engines exchanged, and what
-trainer ranks do to themselves (`chaos_inside/sitecustomize.py`).
+Flows in: a run's command. Flows out: processes killed, stopped and frozen, files truncated, engines exchanged, a full
+disk, and what roles do to themselves (`chaos_inside/sitecustomize.py`).
 """
 
 import os
@@ -17,11 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from chaos_disk import fill, give_back
 
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.resilience.tied import tied_command
 from slimerl.samples.messages import EngineState, read_address
-from slimerl.telemetry.run_log import newest_step
+from slimerl.telemetry import read_records
+from slimerl.telemetry.run_log import METRICS_FILE, newest_step
+from slimerl.training.checkpoint import directory
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps
 from slimerl.training.rollout_client import RolloutClient, ServiceFailed
 
@@ -30,6 +33,8 @@ ALIVE_S = 15.0
 """`deadlines.alive_s` under fire: longer than a process is frozen that wakes up again."""
 ENGINE_S, ROLE_S = 45.0, 60.0
 """Limits of recovery."""
+STEPS_S = 240.0
+"""Of some steps, with the checkpoints in them."""
 POLL_S = 0.05
 COMMAND_S = 60.0
 INSIDE = Path(__file__).parent / "chaos_inside"
@@ -79,6 +84,23 @@ class Fired:
     @property
     def newest_step(self) -> int:
         return newest_step(self.run_dir)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / CHECKPOINTS_DIR
+
+    def has_told(self, figure: str, after: int) -> bool:
+        """In the record of a step behind `after`."""
+        return any(figure in record for record in read_records(self.run_dir / METRICS_FILE) if record["step"] > after)
+
+    def wait_until(self, reached: Callable[[], bool], what: str, limit_s: float) -> None:
+        """Raises AssertionError: the run has ended; DeadlineExceeded."""
+        deadline = Deadline(what, limit_s)
+        while not reached():
+            self.check_alive()
+            self.tree()
+            deadline.check()
+            time.sleep(POLL_S)
 
     def ended(self) -> int | None:
         assert self.process is not None
@@ -136,7 +158,7 @@ def frozen(text: str) -> Strike:
 
 def conductor_killed(run: Fired, chance: random.Random) -> bool:
     """Everything goes with it; the same command goes on."""
-    if run.process is None or not complete_steps(run.run_dir / CHECKPOINTS_DIR):
+    if run.process is None or not complete_steps(run.checkpoints):
         return False
     run.tree()
     run.process.kill()
@@ -149,10 +171,10 @@ def conductor_killed(run: Fired, chance: random.Random) -> bool:
 
 def checkpoint_truncated(run: Fired, chance: random.Random) -> bool:
     """The largest file of the newest checkpoint, and a trainer rank is killed: the checkpoint before it has to do."""
-    steps = complete_steps(run.run_dir / CHECKPOINTS_DIR)
+    steps = complete_steps(run.checkpoints)
     if len(steps) < 2:
         return False
-    newest = run.run_dir / CHECKPOINTS_DIR / f"step-{steps[0]}"
+    newest = directory.complete_path(run.checkpoints, steps[0])
     with suppress(FileNotFoundError):  # an older one may just be going
         largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
         os.truncate(largest, largest.stat().st_size // 2)
@@ -160,19 +182,67 @@ def checkpoint_truncated(run: Fired, chance: random.Random) -> bool:
 
 
 def committed(name: str) -> Strike:
-    """By a trainer rank, as soon as it can."""
+    """By a trainer rank."""
 
     def strike(run: Fired, chance: random.Random) -> bool:
-        fault = run.inside / name
-        fault.touch()
-        deadline = Deadline(f"a trainer rank to commit '{name}'", ROLE_S)
-        while fault.exists():
-            run.check_alive()
-            deadline.check()
-            time.sleep(POLL_S)
+        _commit(run, name)
         return True
 
     return strike
+
+
+def _commit(run: Fired, name: str) -> None:
+    """The run does it to itself, as soon as it can."""
+    fault = run.inside / name
+    fault.touch()
+    run.wait_until(lambda: not fault.exists(), f"the run to commit '{name}'", ROLE_S)
+
+
+def engine_answers_garbage(run: Fired, chance: random.Random) -> bool:
+    """Of every form, each to another request; the run tells that it has asked again."""
+    step = run.newest_step
+    for form in chance.sample(GARBAGE, len(GARBAGE)):
+        _commit(run, form)
+    run.wait_until(lambda: run.has_told(TRIED_AGAIN, step), "garbage to be told of in the record", STEPS_S)
+    return True
+
+
+def disk_full(run: Fired, chance: random.Random) -> bool:
+    """That of the checkpoints, until a save has failed and the run has told so. What was complete stays; once there is
+    space again, so is a further one."""
+    good, step = _newest(run), run.newest_step
+    if not good:
+        return False
+
+    def has_failed() -> bool:
+        # again: a save that was under way may end well, and an older checkpoint then gives its space back
+        fill(run.checkpoints)
+        return run.has_told(FAILED, step)
+
+    try:
+        run.wait_until(has_failed, "a save to fail for want of space", STEPS_S)
+        left = _newest(run)
+        broken = _faults(directory.complete_path(run.checkpoints, left)) if left >= good else ["it is gone"]
+    finally:
+        give_back(run.checkpoints)
+    if broken:
+        raise AssertionError(f"a full disk has cost the checkpoint of step {good}: {directory.described(broken)}")
+    run.wait_until(
+        lambda: _newest(run) > left, f"a checkpoint after step {left}, with space on the disk again", STEPS_S
+    )
+    return True
+
+
+def _newest(run: Fired) -> int:
+    """0: there is none."""
+    return next(iter(complete_steps(run.checkpoints)), 0)
+
+
+def _faults(checkpoint: Path) -> list[str]:
+    try:
+        return directory.faults(checkpoint, directory.read_manifest(checkpoint).files)
+    except directory.Damaged as error:
+        return [str(error)]
 
 
 def engine_exchanged(run: Fired, chance: random.Random) -> bool:
@@ -220,6 +290,8 @@ def _told(command: str, run: Fired, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+FAILED, TRIED_AGAIN = "checkpoint/failed", "rollout/tried_again_bad_answer"
+GARBAGE = ("no-json", "cut-off", "no-token", "no-logprob")
 ENGINE, SERVER, ROLLOUT = "-m slimerl.engine ", "sglang::scheduler", "-m slimerl.rollout "
 RANK, LAUNCHER = "-u -m slimerl.training ", "torch.distributed.run "
 KINDS: dict[str, tuple[Strike, float]] = {
@@ -241,6 +313,12 @@ KINDS: dict[str, tuple[Strike, float]] = {
     "connection dropped": (committed("dropped"), ROLE_S),
     "answer delayed": (committed("delayed"), ROLE_S),
     "gradient no number": (committed("spoilt"), ROLE_S),
+    "garbage from an engine": (engine_answers_garbage, ROLE_S),
+    "disk full": (disk_full, ROLE_S),
 }
-STAYING = dict.fromkeys(("rollout role killed", "rollout role stopped"), (ENGINE, SERVER, LAUNCHER))
+NEEDS_DISK = "disk full"
+STAYING: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("rollout role killed", "rollout role stopped"), (ENGINE, SERVER, LAUNCHER)
+)
+STAYING |= dict.fromkeys(("garbage from an engine", NEEDS_DISK), (ENGINE, SERVER, LAUNCHER, ROLLOUT))
 """By kind, processes that must live through the fault; the launcher ends with any of its ranks."""

@@ -1,6 +1,7 @@
 """A run whose processes and checkpoints are struck one after the other ends as if nothing had happened."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -9,8 +10,9 @@ from pathlib import Path
 import chaos
 import psutil
 import pytest
-from chaos import NotOurs, Survived, compared, emptied, order_of, read_survived, struck
-from chaos_faults import Fired
+from chaos import NoSuchKind, NotOurs, Survived, chosen_of, compared, emptied, order_of, read_survived, struck
+from chaos_disk import disk_of_checkpoints, fill, give_back, refusal, unmount
+from chaos_faults import NEEDS_DISK, Fired
 from tiny_run import teach_digits, write_spec
 
 from slimerl.resilience.deadline import DeadlineExceeded
@@ -101,6 +103,84 @@ def test_after_the_last_fault_a_run_has_as_long_as_its_steps_take(monkeypatch):
     assert time.monotonic() - begun > chaos.START_S
     with pytest.raises(DeadlineExceeded, match="a step after 2, or the end of the run"):
         chaos._to_the_end(Stepping(last=2, ends=False))
+
+
+def test_a_kind_that_cannot_be_had_is_left_out_by_name_unless_it_was_asked_for():
+    """Injected: this process may not mount."""
+    every, said = chosen_of("", "permission denied")
+    assert set(chaos.KINDS) - set(every) == {NEEDS_DISK}
+    assert said == "left out: 'disk full', for nothing can be mounted: permission denied"
+    assert chosen_of("answer delayed, disk full", "") == (["answer delayed", "disk full"], "")
+    assert chosen_of("answer delayed", "permission denied") == (["answer delayed"], "")
+    with pytest.raises(NoSuchKind, match=r"'disk full' cannot be had, .*: permission denied; run it as root"):
+        chosen_of("answer delayed,disk full", "permission denied")
+    with pytest.raises(NoSuchKind, match="unknown kinds: fire"):
+        chosen_of("fire", "")
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    if reason := refusal(tmp_path):
+        pytest.skip(reason)
+    assert list(tmp_path.iterdir()) == []
+    yield tmp_path / "fire"
+    unmount(tmp_path / "fire" / "checkpoints")
+
+
+def test_what_is_on_the_disk_of_checkpoints_lies_in_its_place_at_the_end_whatever_happens(run_dir):
+    """Injected: the disk is full, and what goes on there fails; a checkpoint lay there before."""
+    checkpoints = run_dir / "checkpoints"
+    (checkpoints / "step-2").mkdir(parents=True)
+    (checkpoints / "step-2" / "weights").write_bytes(b"2" * 5000)
+
+    def used() -> None:
+        with disk_of_checkpoints(run_dir):
+            assert checkpoints.is_mount()
+            assert (checkpoints / "step-2" / "weights").read_bytes() == b"2" * 5000
+            fill(checkpoints)
+            give_back(checkpoints)
+            (checkpoints / "step-4").write_bytes(b"4" * 5000)
+            fill(checkpoints)
+            (checkpoints / "step-6").write_bytes(b"6" * 5000)
+
+    with pytest.raises(OSError, match="No space left"):
+        used()
+    assert not checkpoints.is_mount()
+    assert (checkpoints / "step-2" / "weights").read_bytes() == b"2" * 5000
+    assert (checkpoints / "step-4").read_bytes() == b"4" * 5000
+    assert sorted(path.name for path in run_dir.iterdir()) == ["checkpoints", "lock"]
+
+
+def killed_with_the_disk(run_dir: Path) -> None:
+    """A call that ends so leaves it mounted."""
+    code = (
+        "import os, sys, pathlib, chaos_disk; disk = chaos_disk.disk_of_checkpoints(pathlib.Path(sys.argv[1]));"
+        "disk.__enter__(); os.kill(os.getpid(), 9)"
+    )
+    tools = Path(chaos.__file__).parent
+    assert subprocess.run([sys.executable, "-c", code, run_dir], cwd=tools, timeout=60).returncode == -signal.SIGKILL
+    assert (run_dir / "checkpoints").is_mount()
+
+
+def test_a_disk_that_a_killed_call_has_left_is_taken_up_or_away(run_dir):
+    """Injected: the call was killed with the disk mounted, or while it brought what was there before."""
+    checkpoints = run_dir / "checkpoints"
+    killed_with_the_disk(run_dir)
+    (checkpoints / "step-2").touch()
+    with disk_of_checkpoints(run_dir):
+        assert (checkpoints / "step-2").exists()
+    assert (checkpoints / "step-2").exists()
+
+    killed_with_the_disk(run_dir)
+    (checkpoints / "step-2").unlink()
+    (run_dir / "checkpoints.kept").mkdir()
+    (run_dir / "checkpoints.kept" / "step-2").touch()
+    with disk_of_checkpoints(run_dir):
+        assert (checkpoints / "step-2").exists()
+
+    killed_with_the_disk(run_dir)
+    emptied(run_dir.parent)
+    assert list(run_dir.parent.iterdir()) == []
 
 
 def test_a_directory_of_someone_else_is_not_emptied(tmp_path):
