@@ -10,9 +10,11 @@ The rollout role, to an engine's answer with tokens, of no sample twice:
 """
 
 import json
+import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -65,15 +67,20 @@ def in_rollout() -> None:
     struck: set[str] = set()
 
     async def asked(
-        self: Connections, method: str, path: str, body: bytes | None, take: Take | None = None
+        self: Connections,
+        method: str,
+        path: str,
+        body: Sequence[bytes | memoryview] = (),
+        take: Take | None = None,
+        limit_s: float = math.inf,
     ) -> tuple[int, bytes]:
-        status, content = await ask(self, method, path, body, take)
+        status, content = await ask(self, method, path, body, take, limit_s)
         due = path == Endpoint.GENERATE and status == 200 and content and any(map(is_due, GARBAGE))
         if not due:
             return status, content
         answer = json.loads(content)
         # the number of the try stands behind it
-        sample = json.loads(body or b"{}")["rid"].partition("#")[0]
+        sample = json.loads(b"".join(body))["rid"].partition("#")[0]
         if not answer.get("output_ids") or sample in struck:
             return status, content
         for form, garbled in GARBAGE.items():
