@@ -71,7 +71,8 @@ def test_neither_an_engine_that_evaluates_alone_nor_the_last_of_the_rollouts_is_
     ]
     roles = [RoleProcess(command, tmp_path) for command in commands]
     try:
-        answer = ElasticEngines(spec, tmp_path, print).change(EngineRequest(remove=[removed]), roles, "by command")
+        commands_of = Roles(spec, tmp_path / "spec.yaml")
+        answer = ElasticEngines(commands_of, print).change(EngineRequest(remove=[removed]), roles, "by command")
         assert why in answer.refused
         assert len(roles) == 2
     finally:
