@@ -26,6 +26,7 @@ COUNTS_AND_RATIOS = {
         "threads_per_rank",
         "workers",
         "replicas",
+        "engines",
         "processes",
         "max_prompts",
         "max_running_requests",
