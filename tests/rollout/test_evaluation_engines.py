@@ -90,7 +90,7 @@ def test_rollouts_never_go_to_the_engines_of_evaluations_and_evaluations_to_no_o
             assert (reply.version, reply.prompts) == (number, 6)
         asked = [{each["rid"].startswith("evaluation/") for each in engine.requests} for engine in made.engines]
         assert asked == [{False}, {True}]
-        assert made.router.serving() == ["engine-0"]
+        assert made.router.serving() == ("engine-0",)
 
     play(scene, capacity=1)  # rollouts want more than one engine has room for
 
