@@ -158,6 +158,35 @@ def test_a_job_whose_run_failed_with_a_node_is_queued_again(stand_ins, state, co
     assert (f"the run failed, and {state}; the job is queued again" in done.stderr) is queued
 
 
+@pytest.mark.parametrize(
+    ("directory", "left", "fresh"),
+    [
+        ("run", [], True),
+        ("run", ["step-4.partial"], True),
+        ("run", ["step-4", "step-8.partial"], False),
+        ("run", ["step-4.damaged"], False),
+        ("run 1", ["step-4"], False),
+        ("lr=[1e-6]*", ["step-4"], False),
+    ],
+    ids=["nothing", "half of the first one", "one", "one that is damaged", "a space", "what could be a pattern"],
+)
+def test_a_job_that_is_queued_again_begins_anew_only_where_no_checkpoint_was_ever_whole(
+    stand_ins, directory, left, fresh
+):
+    """The run itself is stood in for: it says how it was started."""
+    run = stand_ins / ".venv/bin/slimerl"
+    run.parent.mkdir(parents=True)
+    run.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    run.chmod(0o755)
+    for name in left:
+        (stand_ins / directory / "checkpoints" / name).mkdir(parents=True)
+    job = {"SLURM_JOB_NODELIST": "node1", "SLURM_JOB_ID": "17", "NODE_STATE": "", "SLURM_RESTART_COUNT": "1"}
+    spec = stand_ins / directory / "spec.yaml"
+    done = bash(LAUNCH / "slurm/run.sbatch", stand_ins, spec, **job)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["run", "--slurm", str(spec), *(["--fresh"] if fresh else [])]
+
+
 def test_the_script_of_a_job_passes_the_signal_on_until_the_run_hears_it_and_leaves_nothing(stand_ins):
     """A run that does not listen at first, and ends as one that has saved."""
     run, begun, listens = stand_ins / ".venv/bin/slimerl", stand_ins / "begun", stand_ins / "listens"
