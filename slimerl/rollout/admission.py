@@ -104,12 +104,21 @@ class StalenessGate:
         """
         self._admit(self._stale_limit)
 
-    def check_age(self, version: int) -> None:
-        """Of a group of an earlier process, admitted under `version` there. Raises GateError: it is too old here."""
-        if version + self.max_staleness < self.version:
+    def check_ages(self, versions: Sequence[int]) -> None:
+        """Of groups of an earlier process, in the order in which they are due, admitted under `versions` there. To be
+        called before one of them is accepted here.
+
+        Raises:
+            GateError: one would be too old here once those before it are trained; no batch could be chosen then.
+        """
+        trained = self.accepted // self.groups_per_step
+        ages = [trained + before // self.groups_per_step - version for before, version in enumerate(versions)]
+        age = max(ages, default=0)
+        if age > self.max_staleness:
+            version = versions[ages.index(age)]
             raise GateError(
-                f"a group that was begun at version {version} cannot be gone on with at version {self.version}: "
-                f"rollout.max_staleness is {self.max_staleness}; set it to {self.version - version} or more, as it was"
+                f"a group that was begun at version {version} would be trained at version {version + age}: "
+                f"rollout.max_staleness is {self.max_staleness}; set it to {age} or more, as it was"
             )
 
     def _admit(self, limit: int) -> None:

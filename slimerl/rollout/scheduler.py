@@ -238,6 +238,7 @@ class Scheduler:
         Raises:
             StoreError: groups were admitted here already.
             DataError: a group is of a prompt that does not exist.
+            GateError: there are more groups, or older ones, than `rollout.max_staleness` allows.
         """
         groups, forks = zip(*map(without_forks, state.groups), strict=True) if state.groups else ((), ())
         drawn = [self.prompts.again(group.group_id) if group.missing else None for group in groups]
@@ -251,11 +252,11 @@ class Scheduler:
         if self.served.weights.version >= 0:
             # what is trained may be a step further: nothing of that version may begin before engines serve it
             self.gate.version = self.served.weights.version
+        self.gate.check_ages([group.version for group in groups])
         self._maker.forks = {name: fork for of_group in forks for name, fork in of_group.items()}
         for group, again in zip(groups, drawn, strict=True):
             batch = self.gate.next_batch
             self.gate.admit_again()
-            self.gate.check_age(group.version)
             begun = {each.payload.sample_id: Sample.restored(each, group.group_id) for each in group.begun}
             missing = (
                 [begun.get(sample_id) or _sample(again, sample_id) for sample_id in group.missing]

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -71,7 +71,7 @@ class OrderedGate(StalenessGate):
 
     def admit_again(self) -> None: ...
 
-    def check_age(self, version: int) -> None: ...
+    def check_ages(self, versions: Sequence[int]) -> None: ...
 
     def accept(self) -> None: ...
 

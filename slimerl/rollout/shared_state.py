@@ -108,8 +108,7 @@ def _refuse_stale(gate: StalenessGate, groups: Sequence[LedgerGroup]) -> None:
     """Raises GateError: there are too many, or one is too old."""
     for _ in groups:
         gate.admit_again()
-    for group in groups:
-        gate.check_age(group.version)
+    gate.check_ages([group.version for group in groups])
 
 
 async def share_of(calls: ProcessCalls, process: int) -> list[SavedGroup]:

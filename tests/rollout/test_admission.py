@@ -1,6 +1,7 @@
 """The staleness rule: gate and choice of batches together bound the age of what is trained."""
 
 import math
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -94,6 +95,9 @@ def test_a1_no_group_is_trained_too_stale_and_the_run_never_stalls(staleness, gr
             groups.append(GroupView(f"g{made}", one.version, False))
             made += 1
         assert len(groups) <= math.ceil((oversample or staleness + 1) * groups_per_step)
+        successor = StalenessGate(groups_per_step, staleness, steps=10_000)
+        successor.resume(steps)
+        successor.check_ages([group.version for group in groups])
         unready = [place for place, group in enumerate(groups) if not group.ready]
         if unready and choice < 4:
             place = unready[(choice * 7) % len(unready)]
@@ -113,3 +117,43 @@ def test_a1_no_group_is_trained_too_stale_and_the_run_never_stalls(staleness, gr
         groups = [group for group in groups if group.group_id not in chosen]
         steps += 1
         one.advance(steps)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    staleness=st.integers(0, 3),
+    groups_per_step=st.integers(1, 3),
+    versions=st.lists(st.integers(0, 4), max_size=12).map(sorted),
+)
+def test_a1_groups_of_an_earlier_process_are_refused_just_where_no_batch_could_ever_be_chosen(
+    staleness, groups_per_step, versions
+):
+    """Injected: `max_staleness` may be less than it was; all groups are ready, and a run goes on after step 4."""
+    one = StalenessGate(groups_per_step, staleness, steps=100)
+    one.resume(4)
+    refused = False
+    try:
+        one.check_ages(versions)
+    except GateError:
+        refused = True
+    groups = [GroupView(f"g{number}", version, True) for number, version in enumerate(versions)]
+    waits = False
+    for step in range(4, 4 + len(versions)):
+        while len(groups) < (staleness + 1) * groups_per_step:
+            groups.append(GroupView(f"new {step} {len(groups)}", step, True))
+        chosen = choose_batch(groups, step, groups_per_step, staleness)
+        if chosen is None:
+            waits = True
+            break
+        groups = [group for group in groups if group.group_id not in chosen]
+    oldest_is_too_old = any(version + staleness < 4 for version in versions)
+    assert refused == (waits or oldest_is_too_old)
+
+
+def test_a1_groups_that_are_young_enough_but_too_many_are_refused_with_what_to_set():
+    """Injected: `max_staleness` was 4 and is 2; the fourth of six groups, two a step, would be trained at version 3."""
+    one = StalenessGate(2, 2, steps=100)
+    one.resume(2)
+    with pytest.raises(GateError, match=r"begun at version 0 would be trained at version 3: .* set it to 3 or more"):
+        one.check_ages([0, 0, 0, 0, 1, 1])
+    replace(one, max_staleness=3).check_ages([0, 0, 0, 0, 1, 1])
