@@ -119,8 +119,9 @@ class Generation(msgspec.Struct, frozen=True):
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt, tokens whose KV the server had; 0 where it does not tell."""
-        return int(self.meta.get("cached_tokens") or 0)
+        """Of the prompt, tokens whose KV the server had; 0 where it does not tell, or tells no number."""
+        told = self.meta.get("cached_tokens")
+        return told if isinstance(told, int) else 0
 
 
 def generate_body(input_ids: Sequence[int], params: SamplingParams, request_id: str, extra: Mapping[str, Any]) -> dict:
@@ -151,6 +152,8 @@ def written_body(body: dict[str, Any]) -> Sequence[bytes | memoryview]:
 
 _NO_IDS = b'"input_ids":[]'
 _IDS, _PAIRS = b'"output_ids":[', b'"output_token_logprobs":[['
+_OF_IDS = b"0123456789,-[]"
+"""What lists of whole numbers are written with."""
 _read_any = msgspec.json.Decoder().decode
 _write = msgspec.json.Encoder().encode
 
@@ -212,6 +215,8 @@ def _read_apart(content: bytes) -> Generation | None:
     if ids_begin < len(_IDS) - 1 or begin < ids_end or end < begin:
         return None
     ids, pairs = content[ids_begin:ids_end], content[begin:end]
+    if ids.translate(None, _OF_IDS):
+        return None
     answer = _read_any(b"%b0%b0%b" % (content[:ids_begin], content[ids_end:begin], content[end:]))
     meta = answer["meta_info"]
     if answer["output_ids"] != 0 or meta["output_token_logprobs"] != 0 or _of_no_token(meta["finish_reason"]):

@@ -45,6 +45,11 @@ def test_a_generation_keeps_one_logprob_and_version_per_token_and_every_unknown_
     assert result.answer["text"] == "abc"
 
 
+@pytest.mark.parametrize(("told", "known"), [(5, 5), (None, 0), ("5", 0), ([5], 0)])
+def test_what_was_cached_of_a_prompt_is_a_number_or_not_known(told: object, known: int) -> None:
+    assert read_generation(answer(cached_tokens=told)).cached_tokens == known
+
+
 def test_a_server_without_spans_gives_every_token_its_one_version() -> None:
     assert read_generation(answer()).versions == [4, 4, 4]
 

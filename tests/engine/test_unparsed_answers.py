@@ -55,6 +55,17 @@ def outcome(read: Any, given: Any) -> Any:
     },
     (",", ":"),
 )
+@example(
+    {
+        "output_ids": [7.5],
+        "meta_info": {
+            "finish_reason": "stop",
+            "weight_version": "3",
+            "output_token_logprobs": [[-0.5, 7.5, None]],
+        },
+    },
+    (",", ":"),
+)
 @given(answers(), st.sampled_from([(",", ":"), (", ", ": ")]))
 def test_an_answer_is_the_same_however_it_is_read(answer, separators):
     content = json.dumps(answer, separators=separators).encode()
@@ -78,3 +89,21 @@ def test_log_probabilities_are_passed_on_as_they_were_written():
 def test_what_is_no_answer_is_an_error_of_the_protocol(content):
     with pytest.raises(ProtocolError):
         read_answer(content)
+
+
+def of_tokens(*tokens):
+    """The body of an answer with these in both places that tell of tokens."""
+    pairs = [[-0.5, token, None] for token in tokens]
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": pairs, "weight_version": "3"}
+    return msgspec.json.encode({"text": "", "output_ids": tokens, "meta_info": meta})
+
+
+@pytest.mark.parametrize("token", [None, "7", 7.5, "a"], ids=repr)
+def test_what_stands_in_the_place_of_a_token_and_is_none_is_an_error_of_the_protocol(token):
+    with pytest.raises(ProtocolError):
+        read_answer(of_tokens(3, token))
+
+
+def test_a_token_that_is_written_as_a_fraction_is_a_whole_number():
+    found = read_answer(of_tokens(3, 7.0))
+    assert (found.tokens, set(map(type, found.tokens))) == ([3, 7], {int})
