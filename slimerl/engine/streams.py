@@ -82,6 +82,18 @@ class StreamedAnswer:
         )
 
     def _take(self, event: dict[str, Any]) -> None:
+        try:
+            new = self._read(event)
+        except ProtocolError:
+            raise
+        # whatever else the server sent in the place of what is read there
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"an event without {error} ({type(error).__name__}): {str(event)[:300]}") from None
+        if new.tokens:
+            self.told(new)
+
+    def _read(self, event: dict[str, Any]) -> Generation:
+        """What is new, which is known from then on."""
         error, meta = event.get("error"), event.get("meta_info")
         if isinstance(error, dict):
             code = error.get("code")
@@ -97,8 +109,7 @@ class StreamedAnswer:
         self._versions += new.versions
         if finish is not None:
             self._last = event
-        if new.tokens:
-            self.told(new)
+        return new
 
     def _new(self, event: dict[str, Any], meta: dict[str, Any]) -> Generation:
         known, ids = len(self.tokens), event.get("output_ids") or []

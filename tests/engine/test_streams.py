@@ -82,6 +82,12 @@ def test_an_abort_that_tells_the_last_id_again_does_not_double_it():
         assert [token for new in told for token in new.tokens] == TOKENS[:3]
 
 
+def with_meta(**changes):
+    """An event whose `meta_info` has something else."""
+    whole = event(1, 0, None, 0)
+    return {**whole, "meta_info": {**whole["meta_info"], **changes}}
+
+
 @pytest.mark.parametrize(
     ("events", "problem"),
     [
@@ -90,6 +96,11 @@ def test_an_abort_that_tells_the_last_id_again_does_not_double_it():
         ([event(3, 0, None, 0), event(2, 0, FINISH, 0)], "-1 tokens are new after 3"),
         ([event(2, 0, FINISH, 0), event(3, 2, FINISH, 0)], "an event that is none of an answer"),
         ([{"output_ids": [1]}], "an event that is none of an answer"),
+        ([event(1, 0, None, 0) | {"output_ids": 5}], "TypeError"),
+        ([with_meta(weight_versions=[4])], "TypeError"),
+        ([with_meta(weight_versions=[{"version": "4", "start": 0}])], "without 'end'"),
+        ([with_meta(finish_reason={})], "without 'type'"),
+        ([with_meta(finish_reason={"type": "abort", "status_code": "x"})], "TypeError"),
     ],
 )
 def test_a_stream_that_loses_tokens_or_makes_no_sense_is_an_error(events, problem):
