@@ -256,8 +256,8 @@ def stop(run_dir: RunDirectory) -> None:
     """Ask the run of RUN_DIR to save a checkpoint at the end of its step, and to end. Started again, it goes on there.
     With algorithm.reference_refresh_steps it ends at the next step that refreshes the reference model.
 
-    Exit code 0: it is asked to; if its checkpoint fails, the run itself ends with an error. 2: RUN_DIR is no run's
-    directory, no run holds it now, or the run keeps no checkpoints.
+    Exit code 0: it is asked to, and is asked again where it starts over; if its checkpoint fails all the same, the run
+    itself ends with an error. 2: RUN_DIR is no run's directory, no run holds it now, or the run keeps no checkpoints.
     """
     from slimerl.conductor.run_directory import SPEC_FILE
     from slimerl.training.checkpoint.directory import STOP_FILE

@@ -66,14 +66,16 @@ def _run_until_done(spec: RunSpec, commands: Roles, run_dir: Path, console: Cons
     def say(text: str) -> None:
         console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
-    restarts, ending = RunRestarts(spec, say), WhileRolesEnd(spec)
+    restarts, termination, ending = RunRestarts(spec, say), TerminationRequest(spec), WhileRolesEnd(spec)
     while True:
         try:
-            return _run_roles(spec, commands, run_dir, console, Others(commands, say), ending)
+            return _run_roles(commands, run_dir, console, Others(commands, say), termination, ending)
         except RoleFailed as failure:
             ending.obey()
+            termination.notice()
             from_beginning = restarts.start_over(failure)
             clear(spec, goes_on=not from_beginning, keeps_logs=True)
+            termination.repeat()
             restarts.record()
 
 
@@ -113,10 +115,14 @@ def prepare(spec: RunSpec, fresh: bool = False) -> Path:
 
 
 def _run_roles(
-    spec: RunSpec, commands: Roles, run_dir: Path, console: Console, others: Others, ending: WhileRolesEnd
+    commands: Roles,
+    run_dir: Path,
+    console: Console,
+    others: Others,
+    termination: TerminationRequest,
+    ending: WhileRolesEnd,
 ) -> None:
-    roles: list[RoleProcess] = []
-    termination = TerminationRequest(spec)
+    spec, roles = commands.spec, list[RoleProcess]()
     signal.signal(signal.SIGTERM, termination.arrive)
     signal.signal(signal.SIGUSR1, termination.save)
     try:
@@ -137,6 +143,7 @@ def _run_roles(
 
 def _over(roles: list[RoleProcess], termination: TerminationRequest, others: Others) -> bool:
     """Raises RoleFailed, Terminated."""
+    termination.notice()
     termination.check()
     try:
         if not termination.made:

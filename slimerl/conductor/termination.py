@@ -21,11 +21,13 @@ class Terminated(Exception):
 
 
 class TerminationRequest:
-    """Of one run. `arrive` is the handler of SIGTERM; a second signal ends the run at once."""
+    """Of one run, however often it starts over. `arrive` is the handler of SIGTERM; a second signal ends the run at
+    once."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._deadline: Deadline | None = None
+        self._noticed = False
 
     saves = False
     """SIGUSR1 has come."""
@@ -45,6 +47,15 @@ class TerminationRequest:
         """The handler of SIGUSR1. A run without checkpoints goes on: it would lose all it has."""
         if self._spec.checkpoint.every_steps:
             self.saves = True
+            (self._spec.run_dir / STOP_FILE).touch()
+
+    def notice(self) -> None:
+        """Has the run been asked to stop, by a signal or by `slimerl stop`? Often enough to see each request."""
+        self._noticed = self._noticed or (self._spec.run_dir / STOP_FILE).exists()
+
+    def repeat(self) -> None:
+        """The run starts over, which has removed the request, or a trainer had taken it whose checkpoint failed."""
+        if self._noticed:
             (self._spec.run_dir / STOP_FILE).touch()
 
     def check(self) -> None:

@@ -1,9 +1,14 @@
 """What SIGTERM asks of a run."""
 
 import signal
+import sys
+from contextlib import nullcontext
 
 import pytest
+from rich.console import Console
 
+from slimerl.conductor.roles import RoleCommand, Roles
+from slimerl.conductor.run import _run_until_done
 from slimerl.conductor.termination import Terminated, TerminationRequest, WhileRolesEnd
 from slimerl.spec.load import spec_from_tree
 from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE
@@ -69,3 +74,54 @@ def test_where_no_signal_came_the_run_may_start_over(tmp_path):
     with ending:
         pass
     ending.obey()
+
+
+TRAINER = """
+import os, pathlib, signal, sys
+run_dir = pathlib.Path(sys.argv[1])
+begun, stop = run_dir / "begun", run_dir / "stop"
+if begun.exists():
+    sys.exit(0 if stop.exists() else "it is not asked to stop any more")
+begun.touch()
+if sys.argv[2] == "slimerl stop":
+    stop.touch()
+else:
+    os.kill(os.getppid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked_by", "ends"), [("slimerl stop", nullcontext()), ("SIGUSR1", pytest.raises(Terminated))]
+)
+def test_a_run_that_starts_over_is_still_asked_to_stop(tmp_path, asked_by, ends):
+    """Injected: the trainer is killed before it has answered. The next one ends well only if it is asked, too."""
+
+    class OneRole(Roles):
+        def all(self):
+            command = [sys.executable, "-c", TRAINER, str(self.spec.run_dir), asked_by]
+            return [RoleCommand("trainer", command, leads=True)]
+
+    spec = spec_of(tmp_path, every_steps=5)
+    (tmp_path / "logs").mkdir()
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    try:
+        with ends:
+            _run_until_done(spec, OneRole(spec, tmp_path / "spec.yaml"), tmp_path, Console(quiet=True))
+    finally:
+        signal.signal(signal.SIGTERM, handlers[0])
+        signal.signal(signal.SIGUSR1, handlers[1])
+    assert "killed by SIGKILL; the run goes on" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_a_request_that_the_trainer_took_and_could_not_answer_is_made_again(tmp_path):
+    """Injected: its checkpoint failed."""
+    request = TerminationRequest(spec_of(tmp_path, every_steps=5))
+    request.repeat()
+    assert not (tmp_path / STOP_FILE).exists(), "nobody has asked"
+    (tmp_path / STOP_FILE).touch()
+    request.notice()
+    (tmp_path / STOP_FILE).unlink()
+    request.notice()
+    request.repeat()
+    assert (tmp_path / STOP_FILE).exists()
