@@ -6,7 +6,6 @@ Flows in: the file, the model's tokenizer. Flows out: pairs of samples. Invarian
 """
 
 import json
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from slimerl.training.sft_rows import read_samples
 from slimerl.training.training_sample import TrainingSample
 
 ANSWERS = ("chosen", "rejected")
+LARGEST_MARGIN = 3.4028234663852886e38
+"""What float32 holds, in which scores are compared."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def _margins(path: Path) -> list[float]:
         if not line.strip():
             continue
         given = json.loads(line).get("margin", 0.0)
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < math.inf:
-            faults.append(f"{path}:{number}: 'margin' is {given!r}; it is a number, 0 or more")
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= LARGEST_MARGIN:
+            faults.append(f"{path}:{number}: 'margin' is {given!r:.40}; it is a number, 0 or more, that float32 holds")
         else:
             found.append(float(given))
     raise_faults(faults)

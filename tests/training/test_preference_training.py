@@ -179,6 +179,9 @@ def test_a_row_says_by_how_much_its_chosen_answer_is_to_lead(tmp_path, tokenizer
         read(tmp_path / "p.jsonl", tokenizer, row, row | {"id": "b", "margin": "1"})
     with pytest.raises(DataError, match=r"p.jsonl:1: 'margin' is -1"):
         read(tmp_path / "p.jsonl", tokenizer, row | {"margin": -1})
+    for above in (1e39, 10**400):
+        with pytest.raises(DataError, match=r"p.jsonl:1: 'margin' is 1.* that float32 holds"):
+            read(tmp_path / "p.jsonl", tokenizer, row | {"margin": above})
 
 
 def test_r3_pairs_that_are_none_are_refused_once_each(tmp_path, tokenizer):
