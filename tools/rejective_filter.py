@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import count, cycle
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, NoReturn
 
 import typer
@@ -112,9 +113,11 @@ def main(
       python tools/rejective_filter.py my.yaml --out rows.jsonl
       python tools/rejective_filter.py my.yaml --out rows.jsonl --prompts 500 rollout.samples_per_prompt=16
 
-    Exit code 0: rows were written; 1: it failed, or no response was kept; 2: the spec cannot be used.
+    Exit code 0: rows were written; 1: it failed, or no response was kept; 2: the spec, or --out, cannot be used.
     """
     console = Console(width=None if sys.stdout.isatty() else 110, markup=False, highlight=False)
+    if refused := unwritable(out):
+        _fail(refused, 2)
     try:
         checked = checked_spec(spec, ["output_dir=runs/rejective_filter", *(overrides or ())])
     except SpecError as error:
@@ -137,8 +140,23 @@ def main(
             "if all are right, take harder prompts; if they are cut off, raise rollout.max_new_tokens",
             1,
         )
-    write_jsonl(out, found)
+    # whole or not at all: quickstarts take a file that is there for all of it
+    part = out.with_name(f"{out.name}.part")
+    write_jsonl(part, found)
+    part.replace(out)
     console.print(f"wrote {len(found)} rows to {out}")
+
+
+def unwritable(out: Path) -> str:
+    """Why no file can be written there, which is told before hours of sampling; empty: one can."""
+    if out.is_dir():
+        return f"--out {out} is a directory; name a file"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out.parent):
+            return ""
+    except OSError as error:
+        return f"--out {out} cannot be written: {error}"
 
 
 def checked_spec(path: Path, overrides: Sequence[str]) -> RunSpec:

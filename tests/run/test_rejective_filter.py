@@ -15,7 +15,7 @@ from slimerl.rewards.outcome import Failed, Scored, Unparsable
 from slimerl.samples.rows import parse_rows
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-from rejective_filter import Response, reasons_table, sift
+from rejective_filter import Response, reasons_table, sift, unwritable
 
 TOOL = Path(__file__).parents[2] / "tools" / "rejective_filter.py"
 RIGHT, WRONG, TIE = Scored(1.0, True), Scored(0.0, False), Scored(0.0, False, "tie")
@@ -87,6 +87,18 @@ def test_responses_of_a_real_engine_become_rows_for_fine_tuning(tmp_path):
     assert counts["kept"] == len(rows)
     assert "sampled 6/6 prompts" in done.stdout
     assert not holds_other_files(tmp_path / "filter"), "it could be started again"
+
+
+def test_a_file_for_the_rows_that_cannot_be_written_is_refused_before_anything_is_sampled(tmp_path):
+    """Injected: a directory in its place, and a file in the place of its directory."""
+    (tmp_path / "taken").touch()
+    assert unwritable(tmp_path / "new" / "rows.jsonl") == ""
+    assert not (tmp_path / "new" / "rows.jsonl").exists(), "an empty one would pass for what was kept"
+    assert unwritable(tmp_path / "taken") == "", "an earlier one is replaced"
+    assert unwritable(tmp_path).endswith("is a directory; name a file")
+    assert "cannot be written" in unwritable(tmp_path / "taken" / "rows.jsonl")
+    done = run_filter(write_spec(tmp_path), "--out", tmp_path / "taken" / "rows.jsonl")
+    assert (done.returncode, "cannot be written" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
