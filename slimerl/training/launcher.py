@@ -58,21 +58,31 @@ def _monitoring(spec: RunSpec, place: Place) -> list[str]:
     ]
 
 
-def place_of(environment: Mapping[str, str]) -> Place:
-    """What is missing or empty there is as on the only node."""
-    told = environment.get
-    port, number = int(told("MASTER_PORT") or Place.port), int(told("NODE_RANK") or Place.number)
-    return Place(told("MASTER_ADDR") or Place.address, port, number)
+def place_of(environment: Mapping[str, str], nodes: int = 1) -> Place:
+    """What is missing or empty there is as on the only node. Raises SpecError: it is none of `nodes`."""
+    port = _whole_number(environment, "MASTER_PORT", Place.port)
+    number = _whole_number(environment, "NODE_RANK", Place.number)
+    if number >= nodes:
+        raise SpecError(f"NODE_RANK = {number}, and the trainer has {nodes} node{'s'[: nodes > 1]}, from 0 on")
+    return Place(environment.get("MASTER_ADDR") or Place.address, port, number)
+
+
+def _whole_number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name) or str(default)
+    if not (text.isascii() and text.isdecimal()):
+        raise SpecError(f"{name} = '{text}' is no whole number")
+    return int(text)
 
 
 def main(arguments: list[str]) -> int:
-    """Returns only where the spec cannot be used."""
+    """Returns only where the spec, or the place in the environment, cannot be used."""
     try:
         spec = load_spec(Path(arguments[0]), arguments[1:])
+        place = place_of(os.environ, spec.trainer_nodes)
     except SpecError as error:
         print(error, file=sys.stderr)
         return UNUSABLE_INPUT
-    command = launcher_command(spec, place_of(os.environ), arguments, is_installed())
+    command = launcher_command(spec, place, arguments, is_installed())
     return os.execv(command[0], command)
 
 

@@ -62,9 +62,27 @@ def test_nodes_meet_at_the_first_and_sort_by_their_numbers(spec, address):
 
 def test_a_node_that_is_told_nothing_is_the_only_one():
     assert place_of({"MASTER_ADDR": "", "NODE_RANK": ""}) == Place("127.0.0.1", 29500, 0)
-    assert place_of({"MASTER_ADDR": "node1", "MASTER_PORT": "3", "NODE_RANK": "2"}) == Place("node1", 3, 2)
+    assert place_of({"MASTER_ADDR": "node1", "MASTER_PORT": "3", "NODE_RANK": "2"}, nodes=3) == Place("node1", 3, 2)
 
 
 def test_a_spec_that_cannot_be_used_is_told_before_anything_starts(tmp_path, capsys):
     assert main([str(write_spec(tmp_path)), "training.stepz=3"]) == 2
     assert "training.stepz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("told", "problem"),
+    [
+        ({"NODE_RANK": "one"}, "NODE_RANK = 'one' is no whole number"),
+        ({"NODE_RANK": "-1"}, "NODE_RANK = '-1' is no whole number"),
+        ({"NODE_RANK": "1"}, "NODE_RANK = 1, and the trainer has 1 node, from 0 on"),
+        ({"MASTER_PORT": "node1:29500"}, "MASTER_PORT = 'node1:29500' is no whole number"),
+    ],
+)
+def test_a_place_that_the_trainer_does_not_have_is_refused_before_anything_starts(
+    tmp_path, capsys, monkeypatch, told, problem
+):
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert main([str(write_spec(tmp_path))]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == problem
