@@ -365,13 +365,14 @@ def _checked(path: Path, overrides: list[str] | None) -> RunSpec:
 
 def _job(spec: RunSpec) -> "Job":
     """That this process is part of; it can have the roles of the spec."""
+    from slimerl.conductor.restarts import has_cuda
     from slimerl.conductor.slurm import NoJob, job_faults, job_of
 
     try:
         job = job_of(os.environ)
     except NoJob as error:
         _fail(str(error), 2)
-    if faults := list(job_faults(spec, job)):
+    if faults := list(job_faults(spec, job, has_cuda())):
         _fail("\n".join(faults), 2)
     return job
 

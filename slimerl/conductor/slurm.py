@@ -72,8 +72,8 @@ def job_of(environment: Mapping[str, str], names: Callable[[str], Sequence[str]]
     return Job(trainer, engines)
 
 
-def job_faults(spec: RunSpec, job: Job) -> Iterator[str]:
-    """Why the job cannot have the roles of the spec."""
+def job_faults(spec: RunSpec, job: Job, cuda: bool = False) -> Iterator[str]:
+    """Why the job cannot have the roles of the spec. Args: `cuda`: its nodes have GPUs."""
     ranks, nodes, each = spec.training.parallel.world_size, spec.trainer_nodes, spec.ranks_per_node
     if nodes * each != ranks:
         yield f"training.parallel has {ranks} ranks, which do not fill {nodes} nodes of cluster.gpus_per_node = {each}"
@@ -85,6 +85,11 @@ def job_faults(spec: RunSpec, job: Job) -> Iterator[str]:
             f"engine {places} of {spec.engine.tensor_parallel} GPUs finds no node left: the job has "
             f"{len(job.engines.nodes)} for engines"
         )
+    if spec.uses_engines and cuda:
+        # here: it imports PyTorch, and by `elastic.py` this module
+        from slimerl.conductor.preflight.model import node_faults
+
+        yield from node_faults(spec)
 
 
 @dataclass(frozen=True)

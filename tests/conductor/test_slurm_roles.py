@@ -104,6 +104,21 @@ def test_ranks_that_do_not_fill_their_nodes_are_refused():
     )
 
 
+@pytest.mark.parametrize(
+    ("sizes", "fault"),
+    [
+        (["engine.tensor_parallel=6"], "engine 1 would have GPUs 6 to 11 of a node of cluster.gpus_per_node = 8"),
+        (["engine.tensor_parallel=12"], "engine.tensor_parallel = 12 does not fill nodes of cluster.gpus_per_node = 8"),
+    ],
+)
+def test_engines_that_would_reach_beyond_the_gpus_of_their_node_are_refused_where_there_are_gpus(sizes, fault):
+    spec = load_spec(CONFIGS / "qwen3_30b_a3b.yaml", ["engine.replicas=2", "engine.expert_parallel=1", *sizes])
+    job = roles_of(spec, 4, 8).job
+    (found,) = job_faults(spec, job, cuda=True)
+    assert found.startswith(fault)
+    assert list(job_faults(spec, job)) == []
+
+
 def test_no_engine_is_added_that_the_job_has_no_node_for(deepseek):
     roles = roles_of(deepseek, 32, 64)
     running = [_Named(command) for command in roles.all()]

@@ -172,10 +172,10 @@ def engine_size_faults(spec: RunSpec, config: Config, cuda: bool) -> Iterator[st
         yield f"{name} = {attention} does not fit the model's num_key_value_heads = {kv_heads}; choose {allowed} of it"
     yield from _mlp_faults(spec, config, cuda)
     if cuda:
-        yield from _node_faults(spec)
+        yield from node_faults(spec)
 
 
-def _node_faults(spec: RunSpec) -> Iterator[str]:
+def node_faults(spec: RunSpec) -> Iterator[str]:
     """An engine has all GPUs of its nodes, or GPUs of one node."""
     tensor, per_node = spec.engine.tensor_parallel, spec.cluster.gpus_per_node
     if tensor > per_node:
