@@ -172,5 +172,5 @@ def _threads(spans: list[Span]) -> dict[str, list[Span]]:
 
 def _place(process: str) -> tuple[int, int, str]:
     role = process.partition(" ")[0]
-    kind, _, number = role.partition("-")
+    kind, _, number = role.partition("@")[0].partition("-")
     return ORDER.index(kind) if kind in ORDER else len(ORDER), int(number) if number.isdigit() else 0, process

@@ -62,7 +62,8 @@ def collect(run_dir: Path) -> dict[str, float]:
     """The figures of all roles; of several roles of a kind, the largest."""
     largest: dict[str, float] = {}
     for file in sorted((run_dir / RESOURCES_DIR).glob("*.json")):
-        kind = re.sub(r"-\d+$", "", file.stem)
+        # behind its number: which of the machines of an engine
+        kind = re.sub(r"-\d+(@\d+)?$", "", file.stem)
         for name, value in json.loads(file.read_text(encoding="utf-8")).items():
             group = "memory" if name.endswith("_gib") else "process"
             figure = f"{group}/{kind}_{name}"

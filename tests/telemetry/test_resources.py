@@ -59,7 +59,12 @@ def test_the_largest_of_each_kind_of_role_is_collected(tmp_path):
         ResourceMeter(tmp_path, role).publish()
     (tmp_path / "resources" / "engine-10.json").write_text('{"rss_gib": 2.5, "fds": 3.0, "cuda_peak_gib": 70.0}')
     (tmp_path / "resources" / "engine-2.json").write_text('{"rss_gib": 1.5, "fds": 4.0}')
+    (tmp_path / "resources" / "engine-2@1.json").write_text('{"rss_gib": 2.0, "fds": 3.0}')
     found = collect(tmp_path)
+    assert {name.partition("_")[0] for name in found} == {
+        *("memory/trainer", "memory/rollout", "memory/engine"),
+        *("process/trainer", "process/rollout", "process/engine"),
+    }
     assert found["memory/engine_rss_gib"] == 2.5
     assert found["process/engine_fds"] == 4.0
     assert found["memory/engine_cuda_peak_gib"] == 70.0
