@@ -356,7 +356,8 @@ class ControlService:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Token first; then every error becomes a `Refusal`."""
         given = request.headers.get(TOKEN_HEADER, "")
-        if not hmac.compare_digest(given.encode(), self.token.encode()):
+        # headers keep bytes that are no UTF-8 as halves of surrogate pairs
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self.token.encode()):
             return _refusal(401, f"the header {TOKEN_HEADER} is missing or wrong; it stands in the run's address file")
         try:
             answer = await handler(request)

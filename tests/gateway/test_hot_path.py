@@ -80,6 +80,15 @@ def test_answers_and_errors_are_those_of_the_framework():
     play(act, engines=1)
 
 
+def test_a_key_that_is_no_utf8_is_a_wrong_one():
+    async def act(front: Front) -> None:
+        for plain in (head(2) + b"{}", chunked(b"{}", "", KEY)):
+            [(status, body)] = await exchange(front, plain.replace(KEY.encode(), b"caf\xe9"))
+            assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
+
+    play(act)
+
+
 def unnamed(body: bytes) -> Any:
     """Without what every answer has of its own."""
     answer = json.loads(body)

@@ -245,7 +245,8 @@ class Gateway:
 
     def _admit(self, key: str) -> None:
         """Raises ApiError."""
-        if not hmac.compare_digest(key.encode(), self.key.encode()):
+        # headers keep bytes that are no UTF-8 as halves of surrogate pairs
+        if not hmac.compare_digest(key.encode(errors="surrogateescape"), self.key.encode()):
             raise ApiError(401, "invalid_api_key", "the key is missing or wrong; it stands in the run's gateway.json")
         if self.stopping:
             raise ApiError(503, "shutting_down", "the run is ending")
