@@ -80,11 +80,14 @@ def test_answers_and_errors_are_those_of_the_framework():
     play(act, engines=1)
 
 
-def test_a_key_that_is_no_utf8_is_a_wrong_one():
+def test_a_key_that_is_no_utf8_is_a_wrong_one_and_such_a_name_of_a_session_is_none():
     async def act(front: Front) -> None:
         for plain in (head(2) + b"{}", chunked(b"{}", "", KEY)):
             [(status, body)] = await exchange(front, plain.replace(KEY.encode(), b"caf\xe9"))
             assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
+        for named in (head(2, "NAME") + b"{}", chunked(b"{}", "NAME", KEY)):
+            [(status, body)] = await exchange(front, named.replace(b"NAME", b"caf\xe9"))
+            assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_session")
 
     play(act)
 

@@ -317,6 +317,10 @@ def _checked_name(session: str) -> str:
     """Raises ApiError."""
     if len(session) > MAX_NAME:
         raise ApiError(400, "invalid_session", f"a session's name has at most {MAX_NAME} characters")
+    try:
+        session.encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, "invalid_session", "a session's name is text, and this is no UTF-8") from None
     return session
 
 
