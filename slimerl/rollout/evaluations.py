@@ -7,6 +7,7 @@ that was asked for, or it is not made.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,7 +35,9 @@ class Evaluations:
     unsynced: Callable[[], list[str]]
     evaluators: EvaluationEngines | None = None
     _begun: "dict[int, asyncio.Task[EvaluateReply]]" = field(default_factory=dict)
-    """By step, and not asked for yet."""
+    """By step, and no result given yet."""
+    _asking: Counter[int] = field(default_factory=Counter)
+    """How many wait for the result of a step: one, and another where a connection broke and the call was made again."""
     _wanted: set[int] = field(default_factory=set)
     """As `_begun`, and those whose engines do not serve their weights."""
     _running: "set[asyncio.Task[EvaluateReply]]" = field(default_factory=set)
@@ -52,25 +55,26 @@ class Evaluations:
         Raises:
             EvaluationError, DeadlineExceeded: see `Evaluation.run`; no engine of its own can serve the weights.
         """
-        deadline = Deadline(f"engines for the evaluation at step {request.step}", request.timeout_s)
+        step = request.step
+        deadline = Deadline(f"engines for the evaluation at step {step}", request.timeout_s)
         self.begin(request)
-        self._wanted.discard(request.step)
-        evaluating = self._begun.pop(request.step, None)
+        self._wanted.discard(step)
+        self._asking[step] += 1
         try:
-            while evaluating is None or not evaluating.done():
+            while (evaluating := self._begun.get(step)) is None or not evaluating.done():
                 self.progress.clear()
-                if (instead := self._instead(request.step)) is not None:
+                if (instead := self._instead(step)) is not None:
                     return instead
-                if evaluating is None and self._possible(request.step):
-                    evaluating = self._started(request)
+                if evaluating is None and self._possible(step):
+                    evaluating = self._begun[step] = self._started(request)
                 if evaluating is None and self.evaluators is not None:
                     deadline.check(self.evaluators.reasons())
                 await self._changed(evaluating, deadline)
             return await evaluating
         finally:
-            if evaluating is not None:
-                evaluating.cancel()
-                await asyncio.gather(evaluating, return_exceptions=True)
+            self._asking[step] -= 1
+            if not self._asking[step]:
+                await self._end(step)
 
     def running(self) -> bool:
         return bool(self._running)
@@ -82,8 +86,17 @@ class Evaluations:
 
     def cancel(self) -> None:
         """Those that nobody has asked for."""
-        for evaluating in self._begun.values():
+        for step, evaluating in self._begun.items():
+            if not self._asking[step]:
+                evaluating.cancel()
+
+    async def _end(self, step: int) -> None:
+        """Nobody waits for it any more."""
+        del self._asking[step]
+        evaluating = self._begun.pop(step, None)
+        if evaluating is not None:
             evaluating.cancel()
+            await asyncio.gather(evaluating, return_exceptions=True)
 
     def _started(self, request: EvaluateRequest) -> "asyncio.Task[EvaluateReply]":
         task = asyncio.create_task(self.evaluation().run(request))

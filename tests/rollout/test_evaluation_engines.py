@@ -129,6 +129,26 @@ def test_only_a_version_that_is_evaluated_is_brought_to_them():
     play(scene, is_due=lambda version: version % 2 == 0)
 
 
+def test_a3_an_evaluation_that_is_asked_for_while_somebody_waits_for_it_is_made_once():
+    """Injected: the connection of the first call breaks, and the trainer makes it again."""
+
+    async def scene(made: Scene) -> None:
+        await sync(made, 0)
+        made.engines[1].open.clear()
+        assert begin(made, 0) == [0]
+        first = asyncio.create_task(evaluate(made, 0))
+        await made.engines[1].running_requests(6)
+        again = asyncio.create_task(evaluate(made, 0))
+        await asyncio.sleep(0)
+        made.engines[1].open.set()
+        replies = await asyncio.gather(first, again)
+        assert replies[0] == replies[1]
+        assert isinstance(replies[0], EvaluateReply)
+        assert sum(each["rid"].startswith("evaluation/") for each in made.engines[1].requests) == 6
+
+    play(scene)
+
+
 def test_an_evaluation_that_runs_survives_the_same_version_being_brought_again():
     """A rollout engine came back: its sync is of a version that is due, and is evaluated now."""
 
