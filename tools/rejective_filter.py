@@ -10,7 +10,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count, cycle
 from pathlib import Path
@@ -28,16 +28,18 @@ from slimerl.conductor.run_directory import RunDirectoryTaken, claimed
 from slimerl.engine.client import EngineClient, EngineError
 from slimerl.engine.launcher import Server, ServerFailed, detect_device, start_server
 from slimerl.engine.local_resources import NoAddress
-from slimerl.engine.protocol import SamplingParams
+from slimerl.engine.protocol import Generation, SamplingParams
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.rewards.build import build_reward, reads_prompt, reads_tokens
 from slimerl.rewards.outcome import Failed, Outcome, RewardUnavailable, Scored, outcome_name
+from slimerl.rollout.dispatch import MAX_TRIES
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.parts import Parts
 from slimerl.rollout.prompts import Prompt, PromptStream, read_rows, tokenize_rows
 from slimerl.rollout.tokenizer import PromptTokenizer
 from slimerl.samples.rows import Row
 from slimerl.samples.sample import Sample
+from slimerl.samples.written_ids import Tokens
 from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.spec.agent import SingleTurnAgent
 
@@ -212,7 +214,7 @@ async def sample_and_sift(
 
 
 class Sampler:
-    """Asks the engines in turn, each for as many responses at one time as the spec allows."""
+    """Asks the engines in turn, each for as many responses at a time as the spec allows; where one fails, the next."""
 
     def __init__(
         self, spec: RunSpec, tokenizer: PromptTokenizer, judge: Judge, turns: Iterator[EngineClient], engines: int
@@ -231,10 +233,20 @@ class Sampler:
         sample = Sample(f"filter/{prompt.prompt_id}/{number}", "", prompt.prompt_id, prompt.tokens)
         request = self._parts.next_request(sample)
         async with self._slots:
-            generation = await next(self._turns).generate(request.tokens, request.params, timeout_s=self._timeout_s)
+            generation = await self._generation(request.tokens, request.params)
         self._parts.append(sample, generation)
         outcome = await self._judge.judge(sample, prompt.answer)
         return Response(self._tokenizer.decode(sample.response_tokens), outcome, sample.finish_reason == "stop")
+
+    async def _generation(self, tokens: Tokens, params: SamplingParams) -> Generation:
+        """Of the first engine that gives one: what all have sampled is not to be lost by one answer.
+
+        Raises EngineError: so many in a row gave none.
+        """
+        for _ in range(MAX_TRIES - 1):
+            with suppress(EngineError):
+                return await next(self._turns).generate(tokens, params, timeout_s=self._timeout_s)
+        return await next(self._turns).generate(tokens, params, timeout_s=self._timeout_s)
 
 
 @asynccontextmanager

@@ -1,21 +1,30 @@
 """What the rejective filter keeps, what it rejects and why."""
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 from tiny_run import write_spec
 
 from slimerl.conductor.run_directory import holds_other_files
+from slimerl.engine.client import EngineError
+from slimerl.engine.protocol import Generation
 from slimerl.rewards.outcome import Failed, Scored, Unparsable
+from slimerl.rollout.judge import Judge
+from slimerl.rollout.prompts import Prompt
+from slimerl.rollout.tokenizer import PromptTokenizer
 from slimerl.samples.rows import parse_rows
+from slimerl.spec import load_spec
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-from rejective_filter import Response, reasons_table, sift, unwritable
+from rejective_filter import Response, Sampler, reasons_table, sift, unwritable
 
 TOOL = Path(__file__).parents[2] / "tools" / "rejective_filter.py"
 RIGHT, WRONG, TIE = Scored(1.0, True), Scored(0.0, False), Scored(0.0, False, "tie")
@@ -54,6 +63,38 @@ def test_the_table_counts_every_response_once():
     sifted = [sift([Response("a", RIGHT), Response("b", WRONG)]), sift([Response("a", RIGHT), Response("b", RIGHT)])]
     columns = [list(column.cells) for column in reasons_table(sifted).columns]
     assert dict(zip(*columns[:2], strict=True)) == {"kept": "1", "wrong": "1", "too_easy": "2"}
+
+
+class Engine:
+    """Answers as an engine's client does, but fails the first requests."""
+
+    def __init__(self, failures):
+        self.failures = failures
+
+    async def generate(self, tokens, params, timeout_s):
+        if self.failures:
+            self.failures -= 1
+            raise EngineError("engine-0", "/generate", "no JSON")
+        return Generation([7], [-0.5], [0], "stop", {}, {})
+
+
+class AllRight:
+    async def score(self, request):
+        return RIGHT
+
+
+@pytest.mark.parametrize(("failures", "gives_up"), [(2, False), (3, True)])
+def test_an_answer_that_makes_no_sense_costs_a_try_and_not_all_that_was_sampled(tmp_path, failures, gives_up):
+    spec = load_spec(write_spec(tmp_path))
+    tokenizer = PromptTokenizer(spec.model.path, spec.data)
+    judge = Judge(tokenizer.decode, AllRight())
+    sampler = Sampler(spec, tokenizer, judge, cycle([Engine(failures)]), 1)
+    try:
+        with pytest.raises(EngineError) if gives_up else nullcontext():
+            response = asyncio.run(sampler.respond(Prompt("p1", tuple(tokenizer.encode(["1="])[0]), "1"), 0))
+            assert (response.right, response.complete) == (True, True)
+    finally:
+        judge.close()
 
 
 def run_filter(spec, *arguments, path=""):
