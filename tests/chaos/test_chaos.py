@@ -10,7 +10,7 @@ from pathlib import Path
 import chaos
 import psutil
 import pytest
-from chaos import NoSuchKind, NotOurs, Survived, chosen_of, compared, emptied, order_of, read_survived, struck
+from chaos import NoSuchKind, NotOurs, Survived, chosen_of, compared, emptied, order_of, read_survived, steps_of, struck
 from chaos_disk import disk_of_checkpoints, fill, give_back, refusal, unmount
 from chaos_faults import NEEDS_DISK, Fired
 from tiny_run import teach_digits, write_spec
@@ -212,3 +212,13 @@ def test_a_call_that_is_resumed_knows_what_was_survived(tmp_path):
     kinds = ["a", "b", "c"]
     assert order_of(kinds, 7, 3) == order_of(kinds, 7, 3) != order_of(kinds, 7, 4)
     assert sorted(order_of(kinds, 7, 3)) == ["a", "a", "a", "b", "b", "c", "c"]
+
+
+def test_an_evaluation_in_the_background_is_no_second_record_of_its_step():
+    def record(step, *names):
+        return {"step": step, "time": 0.0} | dict.fromkeys(names, 1.0)
+
+    steps = [record(0, "sync/total_s"), record(1, "train/loss"), record(2, "train/loss")]
+    assert steps_of([steps[0], record(0, "eval/accuracy"), *steps[1:], record(1, "eval/accuracy")]) == [0, 1, 2]
+    assert steps_of([*steps, steps[1]]) == [0, 1, 2, 1]
+    assert steps_of([record(0, "eval/accuracy"), *steps[1:]]) == [0, 1, 2], "it may be all that a step has"
