@@ -132,9 +132,11 @@ def write_model(out: Path, seed: int, characters: str = CHARACTERS) -> None:
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """One JSON object a line."""
+    """One JSON object a line. The file is whole or not there: a quickstart makes what is not there, once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    part.replace(path)
 
 
 if __name__ == "__main__":

@@ -142,10 +142,7 @@ def main(
             "if all are right, take harder prompts; if they are cut off, raise rollout.max_new_tokens",
             1,
         )
-    # whole or not at all: quickstarts take a file that is there for all of it
-    part = out.with_name(f"{out.name}.part")
-    write_jsonl(part, found)
-    part.replace(out)
+    write_jsonl(out, found)
     console.print(f"wrote {len(found)} rows to {out}")
 
 
