@@ -65,7 +65,7 @@ class MicroBatch:
             and known (on the last pipeline stage), from the start of the step on.
         old_values, returns: [sampled tokens of the pack], of the critic, as these.
         routing: which experts the tokens are given, where that is replayed.
-        margins: [pairs], where scores are asked for.
+        margins: [pairs], in the order of `sequence`, where scores are asked for.
     """
 
     tokens: torch.Tensor
@@ -126,7 +126,7 @@ def pack(
         computed_tokens=laid.total,
         padding_tokens=laid.total - len(line.tokens),
         routing=_routing(line, laid, samples, form),
-        margins=on_device(np.array([sample.margin for sample in samples[::2]], np.float32)) if form.scores else None,
+        margins=on_device(_margins(line, samples)) if form.scores else None,
     )
 
 
@@ -209,6 +209,12 @@ def _line_up(samples: Sequence[TrainingSample], form: PackForm) -> _Line:
     integers = ("tokens", "before", "answers", "sample", "sequence")
     joined = {name: np.concatenate([_NO_INTEGERS, *parts[name]]) for name in integers}
     return _Line(segments, behavior=np.concatenate([_NO_REALS, *parts["behavior"]]), runs=runs, **joined)
+
+
+def _margins(line: _Line, samples: Sequence[TrainingSample]) -> np.ndarray:
+    """[pairs], in the order of the line, in which samples of one prompt stand together."""
+    firsts = np.flatnonzero(np.diff(line.sequence, prepend=-1))
+    return np.array([samples[number].margin for number in line.sample[firsts][::2]], np.float32)
 
 
 _NO_INTEGERS = np.empty(0, dtype=np.int64)

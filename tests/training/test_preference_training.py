@@ -175,6 +175,11 @@ def test_a_row_says_by_how_much_its_chosen_answer_is_to_lead(tmp_path, tokenizer
     halves = [half for pair in pairs for half in (pair.chosen, pair.rejected)]
     assert pack(halves, 1.0, PackForm(scores=True)).margins.tolist() == [1.5, 0.0, 2.0]
     assert pack(halves, 1.0, PackForm()).margins is None, "dpo has none"
+    # the second one's prompt is another's: those of one prompt stand together
+    other = (rows[0], row | {"id": "b", "prompt": "5+6="}, rows[2])
+    halves = [half for pair in read(tmp_path / "p.jsonl", tokenizer, *other) for half in (pair.chosen, pair.rejected)]
+    together = pack(halves, 1.0, PackForm(scores=True, shared_prefix=True))
+    assert together.margins.tolist() == [1.5, 2.0, 0.0]
     with pytest.raises(DataError, match=r"p.jsonl:2: 'margin' is '1'; it is a number, 0 or more"):
         read(tmp_path / "p.jsonl", tokenizer, row, row | {"id": "b", "margin": "1"})
     with pytest.raises(DataError, match=r"p.jsonl:1: 'margin' is -1"):
