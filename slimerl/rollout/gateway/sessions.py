@@ -287,12 +287,17 @@ class Sessions:
 
     def _make_room(self, sessions: int) -> bool:
         """Forget idle sessions, the least recently used first, until the rest fits."""
-        if len(self._sessions) <= sessions and not self.is_full():
-            return True
-        for session_id, session in list(self._sessions.items()):
-            if len(self._sessions) <= sessions and not self.is_full():
+        idle = []
+        count, tokens = len(self._sessions), self._tokens
+        # not a copy of the table: of thousands of sessions the first few make room
+        for session_id, session in self._sessions.items():
+            if count <= sessions and tokens <= self.max_tokens:
                 break
             if not session.pinned and not session.under_way:
-                self.close(session_id)
-                self.forgotten += 1
-        return len(self._sessions) <= sessions
+                idle.append(session_id)
+                count -= 1
+                tokens -= session.counted
+        for session_id in idle:
+            self.close(session_id)
+        self.forgotten += len(idle)
+        return count <= sessions
