@@ -80,7 +80,7 @@ class Connections:
                 connection = await self._connected()
         line = self._limits.join(connection, limit_s)
         try:
-            answer = await connection.ask(b"".join((head, *body)), take)
+            answer = await connection.asked(b"".join((head, *body)), take)
         except BaseException:
             connection.abort()
             raise
@@ -144,13 +144,14 @@ class _Connection(asyncio.Protocol):
         self._chunks: list[bytes] = []
         self._take: Take | None = None
 
-    async def ask(self, request: bytes, take: Take | None) -> tuple[int, bytes]:
+    def asked(self, request: bytes, take: Take | None) -> "asyncio.Future[tuple[int, bytes]]":
+        """Send it; what is given ends with the answer. Raises ConnectionLost."""
         if self._transport is None or self._transport.is_closing():
             raise ConnectionLost("the server closed the connection")
-        self._answer = asyncio.get_running_loop().create_future()
+        answer = self._answer = asyncio.get_running_loop().create_future()
         self._status, self._take = 0, take
         self._transport.write(request)
-        return await self._answer
+        return answer
 
     def abort(self) -> None:
         self.reusable = False

@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from functools import lru_cache
+from typing import Annotated, Any
 
 import msgspec
 
@@ -152,8 +153,6 @@ def written_body(body: dict[str, Any]) -> Sequence[bytes | memoryview]:
 
 _NO_IDS = b'"input_ids":[]'
 _IDS, _PAIRS = b'"output_ids":[', b'"output_token_logprobs":[['
-_OF_IDS = b"0123456789,-[]"
-"""What lists of whole numbers are written with."""
 _read_any = msgspec.json.Decoder().decode
 _write = msgspec.json.Encoder().encode
 
@@ -164,6 +163,7 @@ _LEAST_LOGPROB = -3.4028234663852886e38
 """In float32, in which the trainer has them, the least number that is finite."""
 _MOST_LOGPROB = 1e-3
 """0, but for rounding."""
+_LOGPROBS = list[Annotated[float, msgspec.Meta(ge=_LEAST_LOGPROB, le=_MOST_LOGPROB)]]
 
 
 def check_sampled(tokens: Sequence[int], logprobs: Sequence[float], vocabulary: int) -> None:
@@ -173,15 +173,25 @@ def check_sampled(tokens: Sequence[int], logprobs: Sequence[float], vocabulary: 
     Args:
         vocabulary: tokens of the model.
     """
-    if not tokens:
-        return
-    if min(tokens) < 0 or max(tokens) >= vocabulary:
-        wrong = next(token for token in tokens if not 0 <= token < vocabulary)
-        raise ProtocolError(f"/generate answered token {wrong}, and the model has tokens 0 to {vocabulary - 1}")
-    # a sum with NaN is one, wherever it stands
-    if math.isnan(sum(logprobs)) or min(logprobs) < _LEAST_LOGPROB or max(logprobs) > _MOST_LOGPROB:
-        none = next(each for each in logprobs if not _LEAST_LOGPROB <= each <= _MOST_LOGPROB)
-        raise ProtocolError(f"/generate answered {none} for a log-probability")
+    try:
+        # one pass over each, which ends at NaN as well
+        msgspec.convert(tokens, _tokens_of(vocabulary))
+        msgspec.convert(logprobs, _LOGPROBS)
+    except msgspec.ValidationError as error:
+        for token in tokens:
+            if not 0 <= token < vocabulary:
+                known = f"the model has tokens 0 to {vocabulary - 1}"
+                raise ProtocolError(f"/generate answered token {token}, and {known}") from None
+        for logprob in logprobs:
+            if not _LEAST_LOGPROB <= logprob <= _MOST_LOGPROB:
+                raise ProtocolError(f"/generate answered {logprob} for a log-probability") from None
+        raise ProtocolError(f"/generate answered what is no token, or no log-probability: {error}") from None
+
+
+@lru_cache(maxsize=16)
+def _tokens_of(vocabulary: int) -> Any:
+    """The type of a list of its tokens."""
+    return list[Annotated[int, msgspec.Meta(ge=0, lt=vocabulary)]]
 
 
 def read_answer(content: bytes) -> Generation:
@@ -211,11 +221,14 @@ def _read_apart(content: bytes) -> Generation | None:
     ids_begin = content.find(_IDS) + len(_IDS) - 1
     ids_end = content.find(b"]", ids_begin) + 1
     begin = content.find(_PAIRS, ids_end) + len(_PAIRS) - 2
-    end = content.find(b"]]", begin) + 2
+    # from behind it is found at once: from the front each pair is nearly an end of them
+    end = content.rfind(b"]]") + 2
+    if content.find(b'"', begin, end) >= 0:
+        end = content.find(b"]]", begin) + 2  # others come behind them
     if ids_begin < len(_IDS) - 1 or begin < ids_end or end < begin:
         return None
     ids, pairs = content[ids_begin:ids_end], content[begin:end]
-    if ids.translate(None, _OF_IDS):
+    if ids.translate(None, b"0123456789,") != b"[]":
         return None
     answer = _read_any(b"%b0%b0%b" % (content[:ids_begin], content[ids_end:begin], content[end:]))
     meta = answer["meta_info"]
@@ -260,13 +273,15 @@ def _generation(answer: dict[str, Any], tokens: list[int] | None, logprobs: list
             raise ProtocolError(
                 f"/generate answered {len(output_ids)} output_ids, but logprobs of {len(tokens)} tokens"
             )
+    rest = dict(answer)
+    del rest["meta_info"]
     return Generation(
         tokens=tokens,
         logprobs=logprobs,
         versions=_versions(meta, len(tokens)),
         finish_reason=finish["type"] if isinstance(finish, dict) else str(finish),
         meta=meta,
-        answer={key: value for key, value in answer.items() if key != "meta_info"},
+        answer=rest,
     )
 
 

@@ -147,7 +147,7 @@ class Dispatcher:
         sent, live = False, self._live(request)
         while True:
             query = Query(session, request.group, request.tokens, expected, avoid)
-            slot = await self._acquire(query, request, urgent)
+            slot = self._slot_at_once(query, request) or await self._acquire(query, request, urgent)
             generation: Generation | None = None
             try:
                 if not sent:
@@ -236,14 +236,14 @@ class Dispatcher:
 
     # --- slots
 
+    def _slot_at_once(self, query: Query, request: GenerateRequest) -> Reservation | None:
+        """Where nobody waits, and there is nothing to be put in order."""
+        at_once = request.progress is None and not (self._held or self._granting or len(self._lanes))
+        engine_id = self.router.route(query) if at_once else None
+        return None if engine_id is None else self._taken(engine_id, query)
+
     async def _acquire(self, query: Query, request: GenerateRequest, urgent: bool) -> Reservation:
-        if request.progress is None and not (self._held or self._granting or len(self._lanes)):
-            # nobody waits, and there is nothing to be put in order
-            engine_id = self.router.route(query)
-            if engine_id is not None:
-                return self._taken(engine_id, query)
-        future = asyncio.get_running_loop().create_future()
-        waiter = Waiter(query, future, request.progress, request.params.max_new_tokens)
+        waiter = Waiter(query, asyncio.Future(), request.progress, request.params.max_new_tokens)
         self._lanes.add(waiter, urgent)
         self._grant()
         try:
@@ -325,10 +325,10 @@ class Dispatcher:
         if live is not None:
             live.begin(version)
         try:
-            generation = await self._under_way.unless_lost(
-                slot.engine_id, self._ask(slot.engine_id, request, name, live)
-            )
-            await self._until_proven(generation, slot.engine_id, version)
+            asking = self._ask(slot.engine_id, request, name, live)
+            generation = await self._under_way.unless_lost(slot.engine_id, asking)
+            if newest_version(generation) > version:
+                await self._until_proven(generation, slot.engine_id)
             may_end = self._held or asked.taken_back
             check_answer(generation, range(version, self.router.version + 1), request.params, may_end)
         except TryFailed as failure:
@@ -365,10 +365,8 @@ class Dispatcher:
         """Was it sampled with new weights that are not proven yet? Engines go on a moment before that is known here."""
         return self._held and newest_version(generation) > self.router.version
 
-    async def _until_proven(self, generation: Generation, engine_id: str, since: int) -> None:
-        """`since`: the version that was served when the try began."""
-        if newest_version(generation) <= since:
-            return
+    async def _until_proven(self, generation: Generation, engine_id: str) -> None:
+        """Of a newer version than was served when the try began."""
         if self._is_ahead(generation):
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.request_s):
@@ -377,7 +375,7 @@ class Dispatcher:
         self._check_in_service(engine_id, "did not get its new weights")
 
     def _check_in_service(self, engine_id: str, otherwise: str) -> None:
-        if self.router.engine(engine_id).state not in (EngineState.SERVING, EngineState.DRAINING):
+        if not (engine_id in self.router.serving() or self.router.engine(engine_id).state is EngineState.DRAINING):
             raise TryFailed(LOST, f"engine {engine_id} {otherwise}", again=True, suspect=False)
 
     async def _ask(self, engine_id: str, request: GenerateRequest, name: str, live: LiveTokens | None) -> Generation:
@@ -393,6 +391,8 @@ class Dispatcher:
             generation = await self.engines[engine_id].generate(
                 request.tokens, request.params, request_id=name, timeout_s=self.request_s, extra=extra, **streamed
             )
+            if request.routing_from is None:
+                return generation
             return await with_routing(generation, request.routing_from, len(request.tokens))
         except (EngineError, RoutedExpertsError) as error:
             if isinstance(error, EngineUnreachable):

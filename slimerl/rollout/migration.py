@@ -78,8 +78,8 @@ class Migration:
 
     def even_out_soon(self) -> None:
         """To be called when a request has ended. However many end, advice is taken now and then: it looks at every
-        request."""
-        if self._planned is not None:
+        request. Nothing is asked where none could be taken back."""
+        if self._planned is not None or not self._divisible:
             return
         loop = asyncio.get_running_loop()
         if (wait_s := self._advised_s + ADVICE_S - loop.time()) > 0:

@@ -47,6 +47,12 @@ def outcome(read: Any, given: Any) -> Any:
     return found.tokens, found.logprobs, found.versions, found.finish_reason, plain, types
 
 
+def with_token(token: object) -> dict[str, Any]:
+    """An answer of one token, which may be none."""
+    meta = {"finish_reason": "x", "weight_version": "3", "output_token_logprobs": [[-0.5, token, None]]}
+    return {"output_ids": [token], "meta_info": meta}
+
+
 @example(
     {
         "output_ids": [7],
@@ -55,17 +61,11 @@ def outcome(read: Any, given: Any) -> Any:
     },
     (",", ":"),
 )
-@example(
-    {
-        "output_ids": [7.5],
-        "meta_info": {
-            "finish_reason": "stop",
-            "weight_version": "3",
-            "output_token_logprobs": [[-0.5, 7.5, None]],
-        },
-    },
-    (",", ":"),
-)
+@example(with_token(7.5), (",", ":"))
+@example(with_token(0.0), (",", ":"))
+@example(with_token(None), (",", ":"))
+@example(with_token(True), (",", ":"))
+@example(with_token(-1), (",", ":"))
 @given(answers(), st.sampled_from([(",", ":"), (", ", ": ")]))
 def test_an_answer_is_the_same_however_it_is_read(answer, separators):
     content = json.dumps(answer, separators=separators).encode()

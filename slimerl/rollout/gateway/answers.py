@@ -28,10 +28,11 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 class Answer(msgspec.Struct, eq=False):
-    """One reply on its way to a client."""
+    """One reply on its way to a client. `model`: as it is told."""
 
     answer_id: str
     created: int
+    model: str
     wanted: Wanted
     reply: Reply
     prompt_tokens: int = 0
@@ -50,7 +51,7 @@ class Answer(msgspec.Struct, eq=False):
         return new
 
     def head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.wanted.model}
+        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
 
     def usage(self) -> dict[str, Any]:
         new = len(self.reply.tokens)

@@ -34,6 +34,8 @@ from slimerl.rollout.gateway.sessions import Session, Turn
 from slimerl.rollout.gateway.text import ModelText
 from slimerl.samples.written_ids import WrittenIds, read, written
 
+_GENERATE = GenerateShape()
+
 
 class Order(msgspec.Struct, frozen=True):
     """A turn to be sampled. `tell`: notes in the session what the client was told."""
@@ -91,50 +93,64 @@ class Desk:
         wanted, prompt = read_completion(body, self.temperature)
         return await self._flat(name, wanted, prompt, "cmpl", CompletionShape(self.text.spelt))
 
-    async def generate(self, name: str, body: GenerateBody, ids: bytes | None = None) -> Order:
-        """`ids`: of the prompt, where the body does not have them (`cut_generate`).
+    async def generate(self, name: str, body: GenerateBody) -> Order:
+        """Raises ApiError, SessionError."""
+        wanted, prompt = read_generate(body, self.temperature)
+        return await self._flat(name, wanted, prompt, "gen", _GENERATE, body.rid)
+
+    def generate_from(self, name: str, body: GenerateBody, ids: bytes) -> Order:
+        """`ids`: of the prompt, which the body does not have (`cut_generate`).
 
         Raises:
             ApiError, SessionError.
             NotPlain: `ids` are not ids alone.
         """
-        wanted, prompt = read_generate(body, self.temperature)
-        return await self._flat(name, wanted, ids or prompt, "gen", GenerateShape(), body.rid)
+        wanted, _ = read_generate(body, self.temperature)
+        return self._of_ids(name, wanted, ids, "gen", _GENERATE, body.rid)
 
     async def _flat(
         self,
         name: str,
         wanted: Wanted,
-        prompt: str | bytes | list[int],
+        prompt: str | list[int],
         kind: str,
         shape: Shape,
         answer_id: str | None = None,
     ) -> Order:
-        """`prompt`: text, or ids, written or not."""
+        """`prompt`: text or ids."""
+        if not isinstance(prompt, str):
+            return self._of_ids(name, wanted, written(prompt), kind, shape, answer_id)
         if not prompt:
             raise refused("the prompt is empty", "prompt")
-        flat = written(prompt) if isinstance(prompt, list) else prompt
         session, task = self._session(name)
-        parent, covered = session.match_flat(flat)
-        context = None
-        if isinstance(flat, str):
-            observed = await self._encoded(flat[covered:], special=parent is None)
-        else:
-            if parent is None:
-                context = self._openings.read(flat)
-                observed = context.packed
-            else:
-                observed = read(flat[covered:])
-                context = WrittenIds(flat, parent.packed() + observed)
+        parent, covered = session.match_flat(prompt)
+        observed = await self._encoded(prompt[covered:], special=parent is None)
         answer = self._answer(kind, wanted, answer_id)
-        if isinstance(shape, GenerateShape) and not (wanted.stops or wanted.stream or context is None):
-            answer.reply.trusts_text = True
 
         def tell(turn: Turn) -> None:
-            if isinstance(flat, str):
-                session.tell_flat(turn, flat, answer.reply.decoded)
-            else:
-                session.tell_flat(turn, flat, answer.written_tokens())
+            session.tell_flat(turn, prompt, answer.reply.decoded)
+
+        return Order(Place(session, task, parent, observed, b""), answer, shape, tell)
+
+    def _of_ids(
+        self, name: str, wanted: Wanted, prompt: bytes, kind: str, shape: Shape, answer_id: str | None
+    ) -> Order:
+        """`prompt`: written ids. Raises NotPlain: it is none."""
+        if not prompt:
+            raise refused("the prompt is empty", "prompt")
+        session, task = self._session(name)
+        parent, covered = session.match_flat(prompt)
+        if parent is None:
+            context = self._openings.read(prompt)
+            observed = context.packed
+        else:
+            observed = read(prompt[covered:])
+            context = WrittenIds(prompt, parent.packed() + observed)
+        answer = self._answer(kind, wanted, answer_id)
+        answer.reply.trusts_text = shape is _GENERATE and not (wanted.stops or wanted.stream)
+
+        def tell(turn: Turn) -> None:
+            session.tell_flat(turn, prompt, answer.written_tokens())
 
         return Order(Place(session, task, parent, observed, b"", context), answer, shape, tell)
 
@@ -173,12 +189,10 @@ class Desk:
     def _answer(
         self, kind: str, wanted: Wanted, answer_id: str | None, call_prefix: str = "", reads_calls: bool = False
     ) -> Answer:
-        if not wanted.model:
-            wanted = msgspec.structs.replace(wanted, model=self.model)
         number = next(self._numbers)
         step = self.text.steps() if wanted.stream else None
         reply = Reply(self.text.decode, wanted.stops, reads_calls, f"{call_prefix}{number}_", step)
-        return Answer(answer_id or f"{kind}-{number}", int(time.time()), wanted, reply)
+        return Answer(answer_id or f"{kind}-{number}", int(time.time()), wanted.model or self.model, wanted, reply)
 
     async def _encoded(self, text: str, special: bool) -> "array[int]":
         if not self.text.takes_long(text):

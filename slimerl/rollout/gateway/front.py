@@ -116,7 +116,9 @@ class Gateway:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         data = await request.read()
-        order = await self._generate_order(self._session(request), data, *cut_generate(data))
+        body, ids = cut_generate(data)
+        name = self._session(request)
+        order = self._order(name, body, ids) or await self.desk.generate(name, _whole_body(data, body, ids))
         return await self._reply(request, order)
 
     async def _take(self, request: web.Request) -> web.Response:
@@ -214,7 +216,7 @@ class Gateway:
         return self._status(given) if isinstance(given, ApiError) else given
 
     async def _generated(self, name: str, data: bytes, body: GenerateBody, ids: bytes | None) -> bytes:
-        order = await self._generate_order(name, data, body, ids)
+        order = self._order(name, body, ids) or await self.desk.generate(name, _whole_body(data, body, ids))
         self.open_requests += 1
         self.counts["requests"] += 1
         try:
@@ -223,12 +225,14 @@ class Gateway:
         finally:
             self.open_requests -= 1
 
-    async def _generate_order(self, name: str, data: bytes, body: GenerateBody, ids: bytes | None) -> Order:
-        """`data`: the whole body, read again where its ids are not as simple as they looked."""
+    def _order(self, name: str, body: GenerateBody, ids: bytes | None) -> Order | None:
+        """None: there are no ids, or they are not as simple as they looked."""
+        if ids is None:
+            return None
         try:
-            return await self.desk.generate(name, body, ids)
+            return self.desk.generate_from(name, body, ids)
         except NotPlain:
-            return await self.desk.generate(name, read_body(data, GenerateBody))
+            return None
 
     async def _refused(self, error: ApiError) -> tuple[int, bytes]:
         return self._status(error)
@@ -322,6 +326,11 @@ def _checked_name(session: str) -> str:
     except UnicodeEncodeError:
         raise ApiError(400, "invalid_session", "a session's name is text, and this is no UTF-8") from None
     return session
+
+
+def _whole_body(data: bytes, body: GenerateBody, ids: bytes | None) -> GenerateBody:
+    """Where `ids` were cut out of it, it is read again with them."""
+    return body if ids is None else read_body(data, GenerateBody)
 
 
 def _nobody() -> None:

@@ -77,6 +77,8 @@ class Turn(msgspec.Struct, eq=False):
     """Empty while it is under way."""
     length: int = 0
     """Tokens of the branch up to the end of this turn."""
+    opening_length: int = 0
+    """Tokens of the branch's prompt."""
     has_children: bool = False
 
     def path(self) -> "list[Turn]":
@@ -104,11 +106,6 @@ class Turn(msgspec.Struct, eq=False):
             if turn is not self:
                 found.extend(turn.tokens)
         return found
-
-    @property
-    def opening_length(self) -> int:
-        """Tokens of the branch's prompt."""
-        return len(self.path()[0].observed)
 
 
 @dataclass(slots=True)
@@ -171,14 +168,15 @@ class Session:
         """
         if self._begun >= MAX_TURNS:
             raise SessionError(f"session {self.session_id} has had {MAX_TURNS} turns; finish it", "too_many_turns")
-        before = parent.length if parent is not None else 0
-        turn = Turn(self._begun, parent, observed, length=before + len(observed))
+        new = len(observed)
+        before, opening = (parent.length, parent.opening_length) if parent is not None else (0, new)
+        turn = Turn(self._begun, parent, observed, length=before + new, opening_length=opening)
         known = self._asked.setdefault(asked, turn)
         if known.parent is not parent:
             self._asked[asked] = turn
         self._begun += 1
         self.under_way += 1
-        self.tokens += len(observed)
+        self.tokens += new
         return turn
 
     def complete(
@@ -289,12 +287,17 @@ class Sessions:
 
     def _make_room(self, sessions: int) -> bool:
         """Forget idle sessions, the least recently used first, until the rest fits."""
-        if len(self._sessions) <= sessions and not self.is_full():
-            return True
-        for session_id, session in list(self._sessions.items()):
-            if len(self._sessions) <= sessions and not self.is_full():
+        idle = []
+        count, tokens = len(self._sessions), self._tokens
+        # not a copy of the table: of thousands of sessions the first few make room
+        for session_id, session in self._sessions.items():
+            if count <= sessions and tokens <= self.max_tokens:
                 break
             if not session.pinned and not session.under_way:
-                self.close(session_id)
-                self.forgotten += 1
-        return len(self._sessions) <= sessions
+                idle.append(session_id)
+                count -= 1
+                tokens -= session.counted
+        for session_id in idle:
+            self.close(session_id)
+        self.forgotten += len(idle)
+        return count <= sessions
