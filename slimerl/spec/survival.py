@@ -1,10 +1,13 @@
 """What a run survives: checkpoints, restarts, and the bounds of its waits."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import model_validator
 
-from slimerl.spec.fields import NonNegative, Positive, Seconds, Strict
+from slimerl.spec.fields import FilePath, NonNegative, Positive, Seconds, Strict
+
+if TYPE_CHECKING:
+    from slimerl.spec.schema import RunSpec
 
 
 class CheckpointSpec(Strict):
@@ -17,6 +20,27 @@ class CheckpointSpec(Strict):
     """never: refuse to start where checkpoints lie."""
     on_failure: Literal["warn", "stop"] = "warn"
     """What becomes of the run when a checkpoint cannot be written (disk full)."""
+    local_dir: FilePath | None = None
+    """A second tier, on the nodes: a directory of each node's own disk, or below /dev/shm, to which its trainer ranks
+    write their parts, often and fast. A restart in the same layout goes on from there where that is newer; a node that
+    is lost takes its parts with it."""
+    local_every_steps: Positive = 1
+    """How often, with local_dir; less than every_steps."""
+
+    @model_validator(mode="after")
+    def _local_ones_come_between(self) -> "CheckpointSpec":
+        if self.local_dir is None:
+            return self
+        if not self.local_dir.is_absolute():
+            raise ValueError(
+                f"checkpoint.local_dir = {self.local_dir} must be absolute: it is a place on the disk of every node"
+            )
+        if self.local_every_steps >= self.every_steps:
+            raise ValueError(
+                f"checkpoint.local_every_steps = {self.local_every_steps} must be less than checkpoint.every_steps = "
+                f"{self.every_steps}: a local checkpoint is what a run goes on from between two others"
+            )
+        return self
 
 
 class ResilienceSpec(Strict):
@@ -59,3 +83,17 @@ class DeadlineSpec(Strict):
                 "sync waits for the engines to start"
             )
         return self
+
+
+def check_checkpoints(spec: "RunSpec") -> None:
+    """Raises ValueError: one would be of a step between two refreshes of the reference model."""
+    refresh, checkpoint = spec.algorithm.reference_refresh_steps, spec.checkpoint
+    often = {"checkpoint.every_steps": checkpoint.every_steps}
+    if checkpoint.local_dir is not None:
+        often["checkpoint.local_every_steps"] = checkpoint.local_every_steps
+    for key, every in often.items():
+        if refresh and every % refresh:
+            raise ValueError(
+                f"{key} = {every} is no multiple of algorithm.reference_refresh_steps = {refresh}: a checkpoint keeps "
+                "no second model, and a run that goes on there takes its reference from the policy"
+            )
