@@ -26,10 +26,15 @@ class CheckpointSpec(Strict):
     is lost takes its parts with it."""
     local_every_steps: Positive = 1
     """How often, with local_dir; less than every_steps."""
+    local_copies: Positive = 1
+    """Nodes that have each part, so that a lost one does not take it along: 2 for a copy on another node. It travels
+    over the trainer's network while the training waits, and needs nvidia-resiliency-ext."""
 
     @model_validator(mode="after")
     def _local_ones_come_between(self) -> "CheckpointSpec":
         if self.local_dir is None:
+            if self.local_copies > 1:
+                raise ValueError("checkpoint.local_copies means nothing without checkpoint.local_dir; set that")
             return self
         if not self.local_dir.is_absolute():
             raise ValueError(
@@ -86,8 +91,15 @@ class DeadlineSpec(Strict):
 
 
 def check_checkpoints(spec: "RunSpec") -> None:
-    """Raises ValueError: one would be of a step between two refreshes of the reference model."""
+    """Raises ValueError: one would be of a step between two refreshes of the reference model, or there are no nodes for
+    its copies."""
     refresh, checkpoint = spec.algorithm.reference_refresh_steps, spec.checkpoint
+    ranks, group = spec.training.parallel.world_size, checkpoint.local_copies * spec.cluster.gpus_per_node
+    if checkpoint.local_copies > 1 and ranks % group:
+        raise ValueError(
+            f"checkpoint.local_copies = {checkpoint.local_copies}: {ranks} trainer ranks do not fill groups of so many "
+            f"nodes of cluster.gpus_per_node = {spec.cluster.gpus_per_node}; set it to a divisor of the trainer's nodes"
+        )
     often = {"checkpoint.every_steps": checkpoint.every_steps}
     if checkpoint.local_dir is not None:
         often["checkpoint.local_every_steps"] = checkpoint.local_every_steps

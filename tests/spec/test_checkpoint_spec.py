@@ -30,6 +30,8 @@ REFRESHED = {"name": "grpo", "kl_coef": 0.1, "reference_refresh_steps": 2}
             {"algorithm": REFRESHED},
             r"local_every_steps = 3 is no multiple of algorithm\.reference_refresh_steps = 2",
         ),
+        ({"local_copies": 2}, {}, r"local_copies means nothing without checkpoint\.local_dir"),
+        ({"local_dir": "/d", "local_copies": 2}, {}, r"1 trainer ranks do not fill groups of so many nodes"),
         ({"every_steps": 5}, {"algorithm": REFRESHED}, r"checkpoint\.every_steps = 5 is no multiple"),
     ],
 )

@@ -22,6 +22,7 @@ COUNTS_AND_RATIOS = {
     *("data", "tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "tensor_parallel"),
     *("steps", "prompts_per_step", "minibatches_per_step", "samples_per_prompt", "every_steps", "keep_last"),
     "local_every_steps",
+    "local_copies",
     *(
         "threads",
         "threads_per_rank",

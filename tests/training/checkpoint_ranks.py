@@ -132,11 +132,13 @@ def save_locally_and_train_on(model: Path, root: Path, parallel: ParallelSpec, d
 
 def load_locally_and_train_on(model: Path, root: Path, parallel: ParallelSpec, dtype: str) -> tuple[Any, Any, Any]:
     from slimerl.training.checkpoint import local, local_resume
+    from slimerl.training.checkpoint.directory import read_manifest
 
     own = Trained(model, parallel, dtype)
     grid = own.built.grid
     where = local.rank_root(root, "run", grid.rank) / "step-2"
-    assert local_resume.load(where, own.state, grid, updates=2, warmup_updates=0) == b"of the source"
+    found = local_resume.Verified(read_manifest(where))
+    assert local_resume.load(where, found, own.state, grid, updates=2, warmup_updates=0) == b"of the source"
     loaded = own.snapshot()
     return loaded, own.train(3, 4), own.snapshot()
 

@@ -6,6 +6,7 @@ import checkpoint_ranks
 import msgspec
 import pytest
 import tiny
+import torch
 from test_checkpoint_resume import names, run_spec
 
 from slimerl.training.checkpoint import directory, local
@@ -154,6 +155,44 @@ def test_a_run_that_goes_on_without_local_checkpoints_forgets_them(ranks, tmp_pa
     assert ranks.run(2, checkpoint_ranks.find_and_load, [here])[0] == [(2, b"source at 2", [])]
 
 
+TWO_NODES = {"cluster": {"gpus_per_node": 1}, "checkpoint": {"local_copies": 2}}
+
+
+@pytest.fixture(scope="module")
+def made_twice(ranks, made, tmp_path_factory):
+    """As `made`, each rank on a node of its own, which has a copy of the other's part."""
+    path = tmp_path_factory.mktemp("twice")
+    spec = local_spec(path / "whole", made[0] / "model", **TWO_NODES)
+    [(figures, error), _] = ranks.run(2, checkpoint_ranks.run_with_checkpoints, spec)
+    assert error == ""
+    return made[0], spec, figures
+
+
+def tensors_of(path):
+    return list(torch.load(path, weights_only=False).tensors)
+
+
+def test_c2_what_a_lost_node_had_comes_from_its_copy(ranks, tmp_path, made_twice):
+    """Injected: the disk of one rank is lost; a bit flipped in one part, in one of each, in one and its copy."""
+    names_of_cases = ("lost", "flipped", "crossed", "both")
+    lost, flipped, crossed, both = (copied(tmp_path, made_twice, name, **TWO_NODES) for name in names_of_cases)
+    wanted = [tensors_of(part(lost, rank)) for rank in (0, 1)]
+    shutil.rmtree(run_root(lost) / "rank-0")
+    for spec, rank in ((flipped, 1), (crossed, 0), (crossed, 1), (both, 0)):
+        flip(part(spec, rank))
+    flip(part(both, 1).with_name("rank-0.pt"))
+    [(answers, logged), _] = ranks.run(2, checkpoint_ranks.find_load_and_listen, [lost, flipped, crossed, both])
+    assert answers[:3] == [(3, b"source at 3", [])] * 3
+    assert answers[3][0] == 2
+    assert "rank 1: the content of rank-0.pt has changed (digest)" in answers[3][2][0]
+    for spec in (lost, flipped, crossed):
+        found = [tensors_of(part(spec, rank)) for rank in (0, 1)]
+        assert all(map(torch.equal, found[0] + found[1], wanted[0] + wanted[1])), "bit for bit, on the disk again"
+        assert [len(each) for each in found] == [len(each) for each in wanted]
+    told = [line for line in logged if "copies take the place of the parts of rank" in line]
+    assert [line.partition("of rank ")[2].partition(":")[0] for line in told] == ["0", "1", "0, 1"]
+
+
 @pytest.mark.parametrize("policy", ["warn", "stop"])
 def test_c5_a_failed_local_checkpoint_is_counted_and_costs_no_older_one(ranks, tmp_path, made, policy):
     """Injected: rank 1 cannot write more than 20 kB after step 2."""
@@ -195,11 +234,14 @@ def test_of_the_same_step_the_local_one_comes_first():
     assert local.in_order([], []) == []
 
 
-def test_a_save_counts_where_all_ranks_have_their_part_of_it():
-    both, other = Offer(5, "a"), Offer(5, "b")
-    offers = [Offers((both, Offer(4, "x"))), Offers((both, other))]
+def test_of_each_save_it_is_known_who_has_whose_part():
+    offers = [Offers((Offer(5, "a", (0, 1)), Offer(4, "x", (0,)))), Offers((Offer(5, "a", (1,)), Offer(5, "b", (1,))))]
     assert local.saves(offers) == [(5, "b"), (5, "a"), (4, "x")]
-    assert [local.lacking(offers, step, save) for step, save in local.saves(offers)] == [[0], [], [1]]
+    assert [local.holders(offers, step, save) for step, save in local.saves(offers)] == [
+        {0: [], 1: [1]},
+        {0: [0], 1: [0, 1]},
+        {0: [0], 1: []},
+    ]
 
 
 def test_a_start_removes_what_earlier_starts_of_its_run_directory_left_and_nothing_of_another(tmp_path):

@@ -9,6 +9,7 @@
     start        the weights of one for a new run
     local        names and choice of those that lie on the nodes' own disks, more often than the shared ones
     local_write  the write of each rank's part of one
+    local_copies of parts on other nodes
     local_tier   what the checkpointer uses of them
     local_resume which of them are whole, and their load
 

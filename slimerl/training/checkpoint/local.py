@@ -2,6 +2,7 @@
 
     LOCAL_DIR/NAME-PLACE.START/rank-3/step-25/   written and verified as any checkpoint (`directory.py`)
         rank-3.pt                                what rank 3 has to know to go on
+        rank-11.pt                               a copy of what rank 11 has, which runs on another node
     RUN_DIR/checkpoints/local.json               the note: whose parts count, and the newest step of them
 
 PLACE is of the run directory, START is drawn where a run begins, also anew: no run takes or removes another's parts.
@@ -11,6 +12,7 @@ may have left parts of both times.
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ KEPT = 1
 """A step of which a part is lost has the shared checkpoint behind it; memory below /dev/shm is dear."""
 RUN, SAVE, FORMAT = "run of the local checkpoint", "save of the local checkpoint", "format of the local checkpoint"
 """In `Manifest.identity` of a part."""
+_PART = re.compile(r"rank-(0|[1-9][0-9]*)\.pt")
 _LONGEST = 100
 """Characters of the run's name; a file system takes 255."""
 
@@ -86,10 +89,11 @@ def part_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Offer:
-    """What the disk of one rank says that it has of a step. `save`: which time the step was saved."""
+    """What the disk of one rank says that it has of a step. `save`: which time the step was saved; `parts`: whose."""
 
     step: int
     save: str
+    parts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,8 @@ def offered(root: Path, run: str, layout: Mapping[str, Any], form: str) -> Offer
         elif manifest.identity.get(FORMAT) != form:
             unfit.append(f"{where}: it was written by {manifest.identity.get(FORMAT)}, this is {form}")
         else:
-            found.append(Offer(step, str(manifest.identity.get(SAVE))))
+            parts = sorted(int(match[1]) for name in manifest.files if (match := _PART.fullmatch(name)))
+            found.append(Offer(step, str(manifest.identity.get(SAVE)), tuple(parts)))
     return Offers(tuple(found), tuple(damaged), tuple(unfit))
 
 
@@ -128,11 +133,14 @@ def saves(offers: Sequence[Offers]) -> list[tuple[int, str]]:
     return sorted({(each.step, each.save) for of_rank in offers for each in of_rank.found}, reverse=True)
 
 
-def lacking(offers: Sequence[Offers], step: int, save: str) -> list[int]:
-    """Ranks whose own part of a save nobody offers."""
-    wanted = {(rank, step, save) for rank in range(len(offers))}
-    there = {(rank, each.step, each.save) for rank, of_rank in enumerate(offers) for each in of_rank.found}
-    return sorted(rank for rank, _, _ in wanted - there)
+def holders(offers: Sequence[Offers], step: int, save: str) -> dict[int, list[int]]:
+    """Each rank → those that offer its part of a save."""
+    found: dict[int, list[int]] = {owner: [] for owner in range(len(offers))}
+    for rank, of_rank in enumerate(offers):
+        for each in of_rank.found:
+            for owner in each.parts if (each.step, each.save) == (step, save) else ():
+                found[owner].append(rank)
+    return found
 
 
 def in_order(shared: Sequence[int], near: Sequence[tuple[int, str]]) -> list[tuple[int, str | None]]:

@@ -16,6 +16,7 @@ from slimerl.training.checkpoint import directory, local
 from slimerl.training.checkpoint.content import TrainedState
 from slimerl.training.checkpoint.directory import Entry, Manifest
 from slimerl.training.checkpoint.local import Note
+from slimerl.training.checkpoint.local_copies import Copies
 from slimerl.training.checkpoint.local_write import FORM, LocalWrite
 from slimerl.training.checkpoint.write import agreed, ranks_agree_on
 from slimerl.training.parallel import Grid
@@ -49,6 +50,7 @@ class LocalTier:
         local.remove_strangers(spec.checkpoint.local_dir, self._note.run)
         # the run is about to do these steps anew
         agreed(partial(local.remove_newer, self._root, last_step), "make room for")
+        self._copies = Copies(spec) if spec.checkpoint.local_copies > 1 else None
         self._writing: LocalWrite | None = None
 
     @property
@@ -76,7 +78,7 @@ class LocalTier:
         save = ranks_agree_on(os.urandom(8).hex())
         tree[SOURCE] = source
         manifest = partial(self._manifest, step, save)
-        self._writing = LocalWrite(self._root, step, tree, self._grid.device, manifest)
+        self._writing = LocalWrite(self._root, step, tree, self._grid.device, manifest, self._copies)
 
     def is_written(self) -> bool:
         """One is under way, and all ranks have written their part."""

@@ -20,7 +20,7 @@ from slimerl.training.checkpoint.content import ResumeError, TrainedState
 from slimerl.training.checkpoint.directory import Damaged, Manifest
 from slimerl.training.checkpoint.identity import changes
 from slimerl.training.checkpoint.local import Note
-from slimerl.training.checkpoint.local_resume import Near
+from slimerl.training.checkpoint.local_resume import Near, Verified
 from slimerl.training.checkpoint.write import ranks_agree_on
 from slimerl.training.parallel import Grid
 
@@ -32,13 +32,17 @@ _LOCAL = "local"
 
 @dataclass(frozen=True)
 class Resumed:
-    """`rejected`: newer checkpoints that were damaged, each with what is wrong with it; `is_local`: this rank's
-    part of one that lies on the nodes."""
+    """`rejected`: newer checkpoints that were damaged, each with what is wrong with it; `parts`: of one that
+    lies on the nodes."""
 
     directory: Path
     manifest: Manifest
     rejected: Sequence[str] = ()
-    is_local: bool = False
+    parts: Verified | None = None
+
+    @property
+    def is_local(self) -> bool:
+        return self.parts is not None
 
     @property
     def step(self) -> int:
@@ -117,10 +121,15 @@ def _tried(root: Path, step: int, save: str | None, near: Near | None, grid: Gri
         if manifest is not None and manifest.step == step:
             return Resumed(path, manifest), ""
         return None, f"step-{step}: {fault or 'its manifest is of another step'}"
-    manifest, fault = near.verified(step, save)
-    if manifest is None:
+    parts, fault = near.verified(step, save)
+    if parts is None:
         return None, f"{_LOCAL} step-{step}: {fault}"
-    return Resumed(directory.complete_path(near.root, step), manifest, is_local=True), ""
+    if parts.moves and grid.is_first:
+        lacking = ", ".join(str(move.owner) for move in parts.moves)
+        logger.warning(
+            "local step-%d: copies take the place of the parts of rank %s: %s", step, lacking, fault or "lost"
+        )
+    return Resumed(directory.complete_path(near.root, step), parts.manifest, parts=parts), ""
 
 
 def _refuse_to_begin_anew(
@@ -169,8 +178,8 @@ def load(found: Resumed, state: TrainedState, spec: RunSpec, grid: Grid) -> byte
     same_layout = found.manifest.layout == spec.training.parallel.model_dump()
     warmup = min(found.step, spec.algorithm.value_warmup_steps) * spec.training.minibatches_per_step
     updates = found.step * spec.training.minibatches_per_step
-    if found.is_local:
-        source = local_resume.load(found.directory, state, grid, updates, warmup)
+    if found.parts is not None:
+        source = local_resume.load(found.directory, found.parts, state, grid, updates, warmup)
     else:
         state.load(found.directory, updates, same_layout, warmup)
         source = (found.directory / SOURCE_FILE).read_bytes()
