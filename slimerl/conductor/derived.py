@@ -131,6 +131,11 @@ def room_rows(spec: RunSpec, needed: RunEstimate, capabilities: Capabilities) ->
         f", every {checkpoint.every_steps} steps, {checkpoint.keep_last} kept" if checkpoint.every_steps else ", none"
     )
     yield "resumable checkpoint", f"{_gib(needed.checkpoint)} GiB{when}"
+    if checkpoint.local_dir is not None:
+        yield (
+            "local checkpoint",
+            f"each rank's part, every {checkpoint.local_every_steps} steps, {checkpoint.local_dir}",
+        )
     yield "trained model", f"{spec.export_dir} ({_gib(needed.export)} GiB)"
 
 

@@ -145,7 +145,7 @@ def _accelerators() -> list[Finding]:
         "apex": ("fused_weight_gradient_mlp_cuda", "fused weight gradients on GPUs; torch's own serve instead"),
         "nvidia-resiliency-ext": (
             "nvidia_resiliency_ext",
-            "hung ranks that no conductor watches are not killed; `slimerl run` needs none",
+            "hung ranks that no conductor watches are not killed; no checkpoint.local_copies; `slimerl run` needs none",
         ),
     }
     findings = []

@@ -23,7 +23,8 @@ from slimerl.telemetry.run_log import (
     newest_step,
     read_records,
 )
-from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, complete_steps, unusable_names
+from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, unusable_names
+from slimerl.training.checkpoint.local import newest_checkpoint
 from slimerl.training.rollout_client import RolloutClient, ServiceFailed
 
 NO_ROOM = 2**20
@@ -109,7 +110,7 @@ class RunRestarts:
         refusal = full_disk(self._spec.run_dir) or self._budget.refusal(failure.kind, recorded, self._impossible)
         if refusal is not None:
             raise failure.because(f"the run does not start over: {refusal}")
-        newest = next(iter(complete_steps(self._spec.run_dir / CHECKPOINTS_DIR)), None)
+        newest = newest_checkpoint(self._spec.run_dir / CHECKPOINTS_DIR)
         where = "from its beginning, for it has no checkpoint yet" if newest is None else f"after step {newest}"
         self._text = f"{failure.summary}; the run goes on {where} ({self._budget.used} of {self._budget.allowed})"
         self._say(self._text)
@@ -128,7 +129,7 @@ class RunRestarts:
         if exported(read_records(run_dir / EVENTS_FILE)):
             return "its model is written already"
         unusable = unusable_names(run_dir / CHECKPOINTS_DIR)
-        if unusable and not complete_steps(run_dir / CHECKPOINTS_DIR):
+        if unusable and newest_checkpoint(run_dir / CHECKPOINTS_DIR) is None:
             return f"of its checkpoints none can be used: {', '.join(unusable)}"
         return ""
 

@@ -19,7 +19,8 @@ from slimerl.telemetry.perfetto import TRACE_FILE
 from slimerl.telemetry.resources import RESOURCES_DIR
 from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, exported, newest_step, read_records
 from slimerl.telemetry.trace import TRACE_DIR
-from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE, complete_steps, unusable_names
+from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE, unusable_names
+from slimerl.training.checkpoint.local import newest_checkpoint
 
 LOCK = "lock"
 """Empty file that marks a directory as a run's, locked while the run lasts."""
@@ -135,13 +136,13 @@ def _goes_on(run_dir: Path) -> bool:
         RunDirectoryTaken: it left a record that cannot be gone on with.
         RecordDamaged: a line of the record is none.
     """
-    complete, unusable = complete_steps(run_dir / CHECKPOINTS_DIR), unusable_names(run_dir / CHECKPOINTS_DIR)
-    if not (run_dir / METRICS_FILE).exists() and not complete and not unusable:
+    newest, unusable = newest_checkpoint(run_dir / CHECKPOINTS_DIR), unusable_names(run_dir / CHECKPOINTS_DIR)
+    if not (run_dir / METRICS_FILE).exists() and newest is None and not unusable:
         return False
     ways = "pass --fresh to replace it, or set output_dir=…"
     if exported(read_records(run_dir / EVENTS_FILE)):
         raise RunDirectoryTaken(f"{run_dir} holds the record of an earlier run, which is finished; {ways}")
-    if not complete:
+    if newest is None:
         only = f" that can be used, only {', '.join(unusable)}" if unusable else ""
         raise RunDirectoryTaken(f"{run_dir} holds the record of an earlier run, but no checkpoint of it{only}; {ways}")
     newest_step(run_dir)  # raises where the trainer could not go on with it

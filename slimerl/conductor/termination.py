@@ -13,7 +13,8 @@ from types import FrameType
 
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.spec import RunSpec
-from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE, complete_steps
+from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE
+from slimerl.training.checkpoint.local import newest_checkpoint
 
 
 class Terminated(Exception):
@@ -69,7 +70,7 @@ class TerminationRequest:
 
     def terminated(self, why: str) -> Terminated:
         """To be raised. `why`: the run did not end by itself; empty: it did, or was not asked to."""
-        newest = next(iter(complete_steps(self._spec.run_dir / CHECKPOINTS_DIR)), None)
+        newest = newest_checkpoint(self._spec.run_dir / CHECKPOINTS_DIR)
         goes_on = "started again, it needs --fresh: it has no checkpoint"
         if newest is not None:
             goes_on = f"started again, it goes on after step {newest}"

@@ -7,8 +7,10 @@ requirements files.
 from importlib.metadata import PackageNotFoundError, version
 
 TRAINER_PINS = {"megatron-core": "0.16.1", "transformers": "5.19.0"}
+"""torch is not among them: on GPUs SGLang brings the build that it was compiled against."""
 ENGINE_PINS = {"sglang": "0.5.23"}
-"""torch is none of them: on GPUs SGLang brings the build that it was compiled against."""
+COPIES_PINS = {"nvidia-resiliency-ext": "0.4.1"}
+"""Of checkpoint.local_copies."""
 
 
 def installed(package: str) -> str | None:
@@ -26,4 +28,6 @@ def version_fault(package: str, pin: str) -> str | None:
         return None
     state = "is not installed" if found is None else f"is installed as {found}, not as {pin}"
     files = "requirements-sglang-nodeps.txt" if package in ENGINE_PINS else "requirements.txt"
+    if package in COPIES_PINS:
+        files = "requirements-gpu.txt"
     return f"{package} {state}; install it as launch/install.sh does (pip install {package}=={pin}, see {files})"

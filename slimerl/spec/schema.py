@@ -32,7 +32,7 @@ from slimerl.spec.processes import check_processes
 from slimerl.spec.reward import MathReward, RewardSpec
 from slimerl.spec.routing import check_routing_replay
 from slimerl.spec.speculation import SpeculationSpec, check_speculation
-from slimerl.spec.survival import CheckpointSpec, DeadlineSpec, ResilienceSpec
+from slimerl.spec.survival import CheckpointSpec, DeadlineSpec, ResilienceSpec, check_checkpoints
 
 
 def _no_directory_itself(name: str) -> str:
@@ -377,12 +377,7 @@ class RunSpec(Strict):
         check_routing_replay(self)
         check_elastic(self)
         check_processes(self)
-        refresh, every = self.algorithm.reference_refresh_steps, self.checkpoint.every_steps
-        if refresh and every % refresh:
-            raise ValueError(
-                f"checkpoint.every_steps = {every} is no multiple of algorithm.reference_refresh_steps = {refresh}: a "
-                "checkpoint keeps no second model, and a run that goes on there takes its reference from the policy"
-            )
+        check_checkpoints(self)
         check_evaluation(self.evaluation, self.reward, self.uses_engines, self.shares_gpus, self.evaluates)
         check_evaluation_engines(self)
         longest = self.data.max_prompt_tokens + self.evaluation.longest_new_tokens(rollout.max_new_tokens)

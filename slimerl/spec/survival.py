@@ -1,10 +1,13 @@
 """What a run survives: checkpoints, restarts, and the bounds of its waits."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import model_validator
 
-from slimerl.spec.fields import NonNegative, Positive, Seconds, Strict
+from slimerl.spec.fields import FilePath, NonNegative, Positive, Seconds, Strict
+
+if TYPE_CHECKING:
+    from slimerl.spec.schema import RunSpec
 
 
 class CheckpointSpec(Strict):
@@ -17,6 +20,32 @@ class CheckpointSpec(Strict):
     """never: refuse to start where checkpoints lie."""
     on_failure: Literal["warn", "stop"] = "warn"
     """What becomes of the run when a checkpoint cannot be written (disk full)."""
+    local_dir: FilePath | None = None
+    """A second tier, on the nodes: a directory of each node's own disk, or below /dev/shm, to which its trainer ranks
+    write their parts, often and fast. A restart in the same layout goes on from there where that is newer; a node that
+    is lost takes its parts with it."""
+    local_every_steps: Positive = 1
+    """How often, with local_dir; less than every_steps."""
+    local_copies: Positive = 1
+    """Nodes that have each part, so that a lost one does not take it along: 2 for a copy on another node. It travels
+    over the trainer's network while the training waits, and needs nvidia-resiliency-ext."""
+
+    @model_validator(mode="after")
+    def _local_ones_come_between(self) -> "CheckpointSpec":
+        if self.local_dir is None:
+            if self.local_copies > 1:
+                raise ValueError("checkpoint.local_copies means nothing without checkpoint.local_dir; set that")
+            return self
+        if not self.local_dir.is_absolute():
+            raise ValueError(
+                f"checkpoint.local_dir = {self.local_dir} must be absolute: it is a place on the disk of every node"
+            )
+        if self.local_every_steps >= self.every_steps:
+            raise ValueError(
+                f"checkpoint.local_every_steps = {self.local_every_steps} must be less than checkpoint.every_steps = "
+                f"{self.every_steps}: a local checkpoint is what a run goes on from between two others"
+            )
+        return self
 
 
 class ResilienceSpec(Strict):
@@ -59,3 +88,24 @@ class DeadlineSpec(Strict):
                 "sync waits for the engines to start"
             )
         return self
+
+
+def check_checkpoints(spec: "RunSpec") -> None:
+    """Raises ValueError: one would be of a step between two refreshes of the reference model, or there are no nodes for
+    its copies."""
+    refresh, checkpoint = spec.algorithm.reference_refresh_steps, spec.checkpoint
+    ranks, group = spec.training.parallel.world_size, checkpoint.local_copies * spec.cluster.gpus_per_node
+    if checkpoint.local_copies > 1 and ranks % group:
+        raise ValueError(
+            f"checkpoint.local_copies = {checkpoint.local_copies}: {ranks} trainer ranks do not fill groups of so many "
+            f"nodes of cluster.gpus_per_node = {spec.cluster.gpus_per_node}; set it to a divisor of the trainer's nodes"
+        )
+    often = {"checkpoint.every_steps": checkpoint.every_steps}
+    if checkpoint.local_dir is not None:
+        often["checkpoint.local_every_steps"] = checkpoint.local_every_steps
+    for key, every in often.items():
+        if refresh and every % refresh:
+            raise ValueError(
+                f"{key} = {every} is no multiple of algorithm.reference_refresh_steps = {refresh}: a checkpoint keeps "
+                "no second model, and a run that goes on there takes its reference from the policy"
+            )

@@ -137,15 +137,16 @@ def run_rank(spec: RunSpec) -> None:
         same_run = identity(spec)
         resumed = resume.find(spec, grid, same_run)
         if resumed is not None:
-            resume.load(resumed, policy.state, spec, grid)
-            source.restore(resumed.source_state())
+            source.restore(resume.load(resumed, policy.state, spec, grid))
     done = resumed.step if resumed is not None else 0
     with closing(syncer), _run_log(spec, resumed) if grid.is_first else nullcontext(SilentLog()) as log:
         resources = partial(_resources, spec.run_dir, ResourceMeter(spec.run_dir, name), grid.is_first)
         export = partial(policy.export, spec.export_dir)
-        checkpoints = Checkpointer(spec, policy.state, grid, source.state, same_run, done)
+        last = resume.newest(resumed, spec)
+        checkpoints = Checkpointer(spec, policy.state, grid, source.state, same_run, last.shared, last.local)
         compare = assembly.rank_comparison(policy)
         train(Run(spec, policy.trainer, source, syncer, log, export, resources, checkpoints, done, turns, compare))
+        checkpoints.remove_local()
     heartbeat.enter("export")
     # nobody leaves while the model is being written
     dist.barrier()
@@ -183,7 +184,8 @@ def _run_log(spec: RunSpec, resumed: "Resumed | None") -> "RunLog":
     from slimerl.telemetry import RunLog
 
     if resumed is None:
-        return RunLog(spec.run_dir)
+        # a run whose only checkpoints went with a node has a record
+        return RunLog(spec.run_dir, after_step=-1)
     log = RunLog(spec.run_dir, after_step=resumed.step)
     for rejected in resumed.rejected:
         log.event(resumed.step, "alarm", "checkpoint damaged", rejected)

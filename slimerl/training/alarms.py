@@ -220,6 +220,13 @@ ALARMS = (
         "the trainer's log says why: make room on the disk of checkpoints/, or mend what else keeps it from writing",
     ),
     Alarm(
+        "local_checkpoint_failed",
+        "checkpoint/local_failed",
+        AtMost(0.0),
+        "a restart goes on from an older local checkpoint, or from the shared one, and does more steps anew",
+        "the trainer's log says why and on which rank: make room in checkpoint.local_dir of that node",
+    ),
+    Alarm(
         "memory_growth",
         "memory/*_rss_gib",
         NoGrowth(share=0.05, floor=0.05),

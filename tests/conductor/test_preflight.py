@@ -223,6 +223,12 @@ CASES = {
         nothing,
         "output_dir: {home}/spec.yaml is a file, not a directory; set output_dir to another place",
     ),
+    "no local disk": (
+        ["checkpoint.local_dir=/proc/none/disk"],
+        nothing,
+        "checkpoint.local_dir: /proc is not writable (No such file or directory); set checkpoint.local_dir to a "
+        "directory that is",
+    ),
     "export over the data": (
         ["training.export_path=."],
         nothing,

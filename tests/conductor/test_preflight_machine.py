@@ -13,7 +13,7 @@ from preflight_home import check
 from slimerl.conductor.estimate import estimate
 from slimerl.conductor.preflight import machine
 from slimerl.conductor.preflight.model import ENGINE_ARGUMENTS, OWN_ARGUMENTS
-from slimerl.conductor.versions import ENGINE_PINS, TRAINER_PINS, version_fault
+from slimerl.conductor.versions import COPIES_PINS, ENGINE_PINS, TRAINER_PINS, version_fault
 from slimerl.engine.launcher import Device, Place, server_arguments
 from slimerl.engine.local_resources import NoAddress
 from slimerl.spec import load_spec
@@ -175,7 +175,7 @@ def test_s3_a_package_of_another_version_is_named_with_the_pin():
 def test_the_pins_are_those_of_the_requirements_files():
     root = Path(__file__).parents[2]
     lines = [line for file in root.glob("requirements*.txt") for line in file.read_text().splitlines()]
-    assert all(f"{package}=={pin}" in lines for package, pin in (TRAINER_PINS | ENGINE_PINS).items())
+    assert all(f"{package}=={pin}" in lines for package, pin in (TRAINER_PINS | ENGINE_PINS | COPIES_PINS).items())
 
 
 def test_s4_every_engine_argument_that_the_spec_decides_is_guarded(home):

@@ -11,6 +11,7 @@ from tiny_run import start, teach_digits, write_spec
 
 from slimerl.resilience.deadline import Deadline
 from slimerl.telemetry import read_records
+from slimerl.training.checkpoint.local import newest_checkpoint
 
 STEPS = 4
 SAMPLES = 128
@@ -106,6 +107,33 @@ def test_c1_a_killed_run_goes_on_with_the_same_tokens_and_weights_bit_for_bit(wh
     assert code == 2
     assert "finished" in output
     assert "--fresh" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_c1_a_run_whose_trainer_is_killed_goes_on_from_its_local_checkpoint_bit_for_bit(whole, tmp_path, monkeypatch):
+    """Injected: SIGKILL of the trainer before the first shared checkpoint; the run starts over by itself."""
+    killed, disk = copy_of(whole, tmp_path), tmp_path / "disk"
+    placed = (f"checkpoint.local_dir={disk}", "checkpoint.every_steps=3")
+    run = begin(killed, monkeypatch, "local", *placed)
+    checkpoints = run.directory / "checkpoints"
+    Deadline("a local checkpoint", 150).wait_until(lambda: (newest_checkpoint(checkpoints) or 0) > 0)
+    run.find("slimerl.training").kill()
+    code, output = run.finish()
+    assert code == 0, output
+
+    events = read_records(run.directory / "events.jsonl")
+    [resumed] = [event for event in events if event.get("name") == "resumed"]
+    assert resumed["step"] in (1, 2)
+    assert resumed["text"].startswith(f"from {disk}/")
+    assert tokens_of(killed, "local") == tokens_of(whole, "whole")
+    assert same_weights(run.directory, whole.parent / "run")
+    records, reference = (read_records(each / "metrics.jsonl") for each in (run.directory, whole.parent / "run"))
+    assert [record["step"] for record in records] == list(range(STEPS + 1))
+    for figure in ("train/lr", "train/loss", "train/grad_norm", "rollout/generated_tokens", "rollout/mean_reward"):
+        assert [record.get(figure) for record in records] == [record.get(figure) for record in reference], figure
+    assert (checkpoints / "step-3").is_dir()
+    assert list(disk.iterdir()) == [], "nobody will ask for them"
 
 
 @pytest.mark.slow

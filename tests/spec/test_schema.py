@@ -21,6 +21,8 @@ COUNTS_AND_RATIOS = {
     "rollout_restarts",
     *("data", "tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "tensor_parallel"),
     *("steps", "prompts_per_step", "minibatches_per_step", "samples_per_prompt", "every_steps", "keep_last"),
+    "local_every_steps",
+    "local_copies",
     *(
         "threads",
         "threads_per_rank",

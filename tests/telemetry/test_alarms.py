@@ -90,6 +90,7 @@ def test_an_alarm_that_comes_back_is_said_at_once():
         ("rollout/uniform_groups_fraction", 1.0, "no_gradient"),
         ("rollout/event_loop_lag_s", 3.0, "event_loop_lag"),
         ("checkpoint/failed", 1.0, "checkpoint_failed"),
+        ("checkpoint/local_failed", 1.0, "local_checkpoint_failed"),
     ],
 )
 def test_each_figure_out_of_bounds_is_an_event_and_a_metric(figure, value, name):

@@ -44,7 +44,9 @@ class Trained:
 
     def snapshot(self) -> dict[str, Any]:
         """Weights, this rank's part of the optimizer's state, the schedule, and what the generators say next."""
-        groups = self.state.optimizer.state_dict()["optimizer"]["param_groups"]
+        kept = self.state.optimizer.state_dict()
+        parts = kept if isinstance(kept, list) else [kept]
+        groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
         moments = [value for chained in _inner(self.state.optimizer) for value in chained.state.values()]
         return {
             "weights": tiny.collected(self.built),
@@ -53,6 +55,21 @@ class Trained:
             "schedule": self.state.schedule.state_dict(),
             "draws": _draws(),
         }
+
+    def begin_local_save(self, root: Path, step: int) -> Any:
+        from slimerl.training.checkpoint.directory import Manifest
+        from slimerl.training.checkpoint.local import rank_root
+        from slimerl.training.checkpoint.local_write import LocalWrite
+
+        grid = self.built.grid
+        tree = self.state.tree(loading=False, only_own=True) | {"source": b"of the source"}
+        return LocalWrite(
+            rank_root(root, "run", grid.rank),
+            step,
+            tree,
+            grid.device,
+            lambda files: Manifest(step, step, files, {}, {}),
+        )
 
     def begin_save(self, root: Path, step: int) -> Any:
         from slimerl.training.checkpoint.write import Write
@@ -96,6 +113,34 @@ def save_and_train_on(model: Path, root: Path, parallel: ParallelSpec, dtype: st
     rates = own.train(3, 2 + after)
     finish(write)
     return saved, rates, own.snapshot()
+
+
+def save_locally_and_train_on(model: Path, root: Path, parallel: ParallelSpec, dtype: str) -> tuple[Any, Any, Any]:
+    """As `save_and_train_on`, each rank to a directory of its own, and two more steps."""
+    from slimerl.resilience.deadline import Deadline
+
+    own = Trained(model, parallel, dtype)
+    own.train(1, 2)
+    rank = own.built.grid.rank
+    torch.rand(5 + rank), [random.random() for _ in range(3 + rank)], np.random.random(7 + rank)
+    saved = own.snapshot()
+    write = own.begin_local_save(root, 2)
+    rates = own.train(3, 4)
+    write.finish(Deadline("the local checkpoint", 30), lambda: None)
+    return saved, rates, own.snapshot()
+
+
+def load_locally_and_train_on(model: Path, root: Path, parallel: ParallelSpec, dtype: str) -> tuple[Any, Any, Any]:
+    from slimerl.training.checkpoint import local, local_resume
+    from slimerl.training.checkpoint.directory import read_manifest
+
+    own = Trained(model, parallel, dtype)
+    grid = own.built.grid
+    where = local.rank_root(root, "run", grid.rank) / "step-2"
+    found = local_resume.Verified(read_manifest(where))
+    assert local_resume.load(where, found, own.state, grid, updates=2, warmup_updates=0) == b"of the source"
+    loaded = own.snapshot()
+    return loaded, own.train(3, 4), own.snapshot()
 
 
 def load_and_train_on(
@@ -217,6 +262,45 @@ def run_with_checkpoints(spec: Any, limited_steps: tuple[int, ...] = ()) -> tupl
     except SaveFailed as failure:
         return figures, str(failure)
     return [*figures, checkpoints.take_figures()], ""
+
+
+def run_with_local_fault(spec: Any, stage: str, on_rank: int) -> tuple[list[dict[str, float]], str]:
+    """As `run_with_checkpoints`; on one rank the save of step 2 raises RuntimeError in that function."""
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from slimerl.training.checkpoint import directory, local, local_tier, local_write
+
+    owner = {"part_of": local_write, "write_note": local}.get(stage, directory)
+    real, begin, first = getattr(owner, stage), local_tier.LocalTier.begin, [True]
+
+    def raising(*args: Any) -> Any:
+        if not first[0] and dist.get_rank() == on_rank:
+            raise RuntimeError(f"injected into {stage}")
+        return real(*args)
+
+    def from_second_on(self: Any, step: int, source: bytes) -> None:
+        first[0] = step < 2
+        begin(self, step, source)
+
+    with mock.patch.object(owner, stage, raising), mock.patch.object(local_tier.LocalTier, "begin", from_second_on):
+        return run_with_checkpoints(spec)
+
+
+def run_to_its_end(spec: Any) -> None:
+    from slimerl.training.checkpoint.checkpointer import Checkpointer
+    from slimerl.training.checkpoint.identity import identity
+
+    own = Trained(spec.model.path, spec.training.parallel)
+    checkpoints = Checkpointer(spec, own.state, own.built.grid, lambda: b"", identity(spec))
+    own.train(1, 1)
+    checkpoints.trained(1)
+    checkpoints.after_step(1)
+    checkpoints.close()
+    if spec.checkpoint.local_dir is not None:
+        assert any(spec.checkpoint.local_dir.rglob(f"rank-{own.built.grid.rank}.pt"))
+    checkpoints.remove_local()
 
 
 def run_while_the_data_changes(spec: Any) -> None:
@@ -346,9 +430,8 @@ def find_and_load(specs: list[Any]) -> list[Any]:
     for spec in specs:
         try:
             found = resume.find(spec, own.built.grid, identity(spec))
-            if found is not None:
-                resume.load(found, own.state, spec, own.built.grid)
-            answers.append(found and (found.step, found.source_state(), list(found.rejected)))
+            source = None if found is None else resume.load(found, own.state, spec, own.built.grid)
+            answers.append(found and (found.step, source, list(found.rejected)))
         except ResumeError as error:
             answers.append(str(error))
     return answers

@@ -26,8 +26,7 @@ def fine_tune(spec: RunSpec, ask_after: int | None = None) -> list[int]:
     same_run = identity(spec)
     found = resume.find(spec, grid, same_run)
     if found is not None:
-        resume.load(found, policy.state, spec, grid)
-        source.restore(found.source_state())
+        source.restore(resume.load(found, policy.state, spec, grid))
     done = 0 if found is None else found.step
     made: list[int] = []
 

@@ -14,7 +14,7 @@ def count():
     forked += 1
 os.register_at_fork(before=count, after_in_child=lambda: time.sleep(1000) if forked <= stuck else None)
 try:
-    child = write._Child(lambda: (directory / "written").write_text("all"))
+    child = write.Child(lambda: (directory / "written").write_text("all"))
     while child.is_running():
         time.sleep(0.01)
     child.check()
@@ -45,7 +45,7 @@ from pathlib import Path
 from slimerl.training.checkpoint import write
 resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
-child = write._Child(lambda: (Path(sys.argv[1]) / "written").write_text("all"))
+child = write.Child(lambda: (Path(sys.argv[1]) / "written").write_text("all"))
 os.waitpid(child._pid, 0)
 """
 

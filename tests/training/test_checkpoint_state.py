@@ -11,6 +11,7 @@ import torch
 from slimerl.spec.schema import ParallelSpec
 
 DP2, TP2, PP2, ONE = ParallelSpec(data=2), ParallelSpec(tensor=2), ParallelSpec(pipeline=2), ParallelSpec()
+EP2 = ParallelSpec(data=2, expert=2)
 GRIDS = [DP2, TP2, PP2, ONE]
 
 
@@ -43,6 +44,27 @@ def test_c1_the_state_comes_back_bit_for_bit_and_goes_on_as_if_never_stopped(ran
             assert same(at_save[part], at_load[part]), part
         assert rates == rates_again
         assert rates[0] != rates[1], "the learning rate is not constant"
+        assert same(after["weights"], after_again["weights"])
+        assert same(after["moments"], after_again["moments"])
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "dtype"),
+    [("qwen3", DP2, "fp32"), ("qwen3", TP2, "bf16"), ("qwen3", DP2, "bf16"), ("qwen3_moe", EP2, "bf16")],
+    ids=named,
+)
+def test_c1_the_parts_of_a_local_checkpoint_come_back_bit_for_bit(ranks, tmp_path, family, parallel, dtype):
+    """Injected: as above."""
+    tiny.write_model(tmp_path / "model", family)
+    arguments = (tmp_path / "model", tmp_path / "disk", parallel, dtype)
+    saved = ranks.run(2, checkpoint_ranks.save_locally_and_train_on, *arguments)
+    loaded = ranks.run(2, checkpoint_ranks.load_locally_and_train_on, *arguments)
+    assert saved[0][0]["draws"] != saved[1][0]["draws"]
+    for (at_save, rates, after), (at_load, rates_again, after_again) in zip(saved, loaded, strict=True):
+        assert not same(at_save["weights"], after["weights"])
+        for part in at_save:
+            assert same(at_save[part], at_load[part]), part
+        assert rates == rates_again
         assert same(after["weights"], after_again["weights"])
         assert same(after["moments"], after_again["moments"])
 

@@ -22,7 +22,9 @@ def disk_faults(spec: RunSpec, config: Mapping[str, Any] | None) -> Iterator[str
     directories = {"output_dir": spec.run_dir, "training.export_path": spec.export_dir}
     # the export replaces what is there: it is written beside it
     written = directories | {"training.export_path": _beside(spec.export_dir)}
-    unusable = [*_unwritable(directories), *_lost_by_export(spec)]
+    # how much of it this node will need depends on who runs here
+    near = {} if spec.checkpoint.local_dir is None else {"checkpoint.local_dir": spec.checkpoint.local_dir}
+    unusable = [*_unwritable(directories | near), *_lost_by_export(spec)]
     unusable = unusable or list(_unwritable(written))
     yield from unusable
     if not unusable:

@@ -15,7 +15,7 @@ from slimerl.conductor.estimate import RunEstimate, estimate
 from slimerl.conductor.preflight.disk import free_bytes
 from slimerl.conductor.preflight.scored import critic_config
 from slimerl.conductor.reach import lasting_faults
-from slimerl.conductor.versions import ENGINE_PINS, TRAINER_PINS, version_fault
+from slimerl.conductor.versions import COPIES_PINS, ENGINE_PINS, TRAINER_PINS, version_fault
 from slimerl.engine.local_resources import NoAddress, own_address
 from slimerl.spec import RunSpec
 from slimerl.training.capabilities import Capabilities
@@ -29,6 +29,8 @@ CGROUP = Path("/sys/fs/cgroup")
 def version_faults(spec: RunSpec) -> list[str]:
     """Packages whose inside slimerl relies on."""
     pins = TRAINER_PINS | (ENGINE_PINS if spec.uses_engines else {})
+    if spec.checkpoint.local_copies > 1:
+        pins |= COPIES_PINS
     return [fault for package, pin in pins.items() if (fault := version_fault(package, pin))]
 
 

@@ -29,6 +29,8 @@ def path_faults(spec: RunSpec) -> list[str]:
     faults = [fault for key, path in _inputs(spec) for fault in _input_faults(key, path)]
     export = "output_dir" if spec.training.export_path is None else "training.export_path"
     outputs = [("output_dir", spec.run_dir), ("output_dir", spec.run_dir / CHECKPOINTS_DIR), (export, spec.export_dir)]
+    if spec.checkpoint.local_dir is not None:
+        outputs.append(("checkpoint.local_dir", spec.checkpoint.local_dir))
     for key, path in outputs:
         if not any(fault.startswith(f"{key}: ") for fault in faults):
             faults += _output_faults(key, path)

@@ -1,25 +1,25 @@
 """Checkpoints as the training loop uses them: when one is due, how the writes go, what became of them.
 
-Flows in: the ends of steps. Flows out: `RUN_DIR/checkpoints/step-N`, `checkpoint/…` figures, a log line for each.
+Flows in: the ends of steps. Flows out: `RUN_DIR/checkpoints/step-N`, local ones between them where the spec wants them
+(`local_tier.py`), `checkpoint/…` figures, a log line for each.
 Invariants: at most one is being written; one that fails is named and counted, and costs no older one.
 """
 
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from slimerl.resilience.deadline import Deadline
 from slimerl.spec import RunSpec
-from slimerl.training.checkpoint import directory
+from slimerl.training.checkpoint import directory, local
 from slimerl.training.checkpoint.content import TrainedState
 from slimerl.training.checkpoint.directory import Entry, Manifest
-from slimerl.training.checkpoint.write import SaveFailed, Write, agreed
+from slimerl.training.checkpoint.local_tier import LocalTier
+from slimerl.training.checkpoint.write import SaveFailed, Write, agreed, ranks_agree_on
 from slimerl.training.parallel import Grid
 
 logger = logging.getLogger(__name__)
@@ -44,15 +44,27 @@ class Checkpointer:
     identity: dict[str, Any]
     last_step: int = 0
     """Of the newest complete one; 0: none."""
+    last_local_step: InitVar[int] = 0
+    """Of the local one that the run goes on from; 0: it does not."""
     stopping: bool = False
     """The run was asked to stop: the checkpoint of this step is the last thing that it does."""
+    _near: LocalTier | None = None
+    """None: the run keeps no local ones."""
     _writing: Write | None = None
     _source: bytes | None = None
     """At the end of the last step that was due; None where it could not be had."""
     _source_of_writing: bytes = b""
     _figures: dict[str, float] = field(default_factory=dict)
     _failed: int = 0
+    _failed_near: int = 0
     _last_failure: str = ""
+
+    def __post_init__(self, last_local_step: int) -> None:
+        """Raises SaveFailed."""
+        if self.spec.checkpoint.local_dir is not None:
+            self._near = LocalTier(self.spec, self.state, self.grid, self.identity, last_local_step)
+        else:
+            agreed(lambda: local.forget(self._root) if self.grid.is_first else None, "forget the local part of")
 
     def trained(self, step: int) -> None:
         """The weights are those of `step`, and no sample of the next step is under way: note where the source is.
@@ -62,7 +74,7 @@ class Checkpointer:
         """
         self._finish_if_done()
         self.stopping = self._may_end_run(step) and self._asked_to_stop()
-        if not self._due(step):
+        if not self._due(step) and not self._due_near(step):
             return
         self._source = None
         try:
@@ -77,6 +89,8 @@ class Checkpointer:
             SaveFailed: one could not be written, and by checkpoint.on_failure that ends the run.
         """
         self._finish_if_done()
+        if self._due_near(step) and self._source is not None:
+            self._write_near(step, self._source)
         if not self._due(step) or self._source is None:
             return
         if self._writing is not None:
@@ -92,6 +106,7 @@ class Checkpointer:
         """Wait for the write that is under way; a request to stop is answered by then. Raises SaveFailed."""
         if self._writing is not None:
             self._finish()
+        self._finish_near()
         if self.grid.is_first:
             self._stop_file.unlink(missing_ok=True)
 
@@ -102,6 +117,11 @@ class Checkpointer:
                 f"the run was asked to stop, but what it has done since the newest checkpoint is lost: "
                 f"{self._last_failure}; mend the cause and start the run again, it goes on from that checkpoint"
             )
+
+    def remove_local(self) -> None:
+        """The run is over, and will not ask for them."""
+        if self._near is not None:
+            self._near.remove()
 
     def take_figures(self) -> dict[str, float]:
         """`checkpoint/…` since the last call."""
@@ -131,7 +151,30 @@ class Checkpointer:
         every = self.spec.checkpoint.every_steps
         return every > 0 and (step % every == 0 or self.stopping)
 
+    def _due_near(self, step: int) -> bool:
+        """Of a run that ends here the other one is what counts."""
+        return self._near is not None and self._near.is_due(step) and not self.stopping
+
+    def _write_near(self, step: int, source: bytes) -> None:
+        self._finish_near()
+        assert self._near is not None
+        try:
+            self._near.begin(step, source)
+        except SaveFailed as failure:
+            self._fail_near(self._near, step, failure)
+
+    def _finish_near(self) -> None:
+        if self._near is None or self._near.writing is None:
+            return
+        step = self._near.writing
+        try:
+            self._figures |= self._near.finish()
+        except SaveFailed as failure:
+            self._fail_near(self._near, step, failure)
+
     def _finish_if_done(self) -> None:
+        if self._near is not None and self._near.is_written():
+            self._finish_near()
         if self._writing is not None and self._writing.done():
             self._finish()
 
@@ -160,9 +203,17 @@ class Checkpointer:
         self._figures["checkpoint/failed"] = float(self._failed)
         left = f"step {self.last_step} is the newest" if self.last_step else "there is none yet"
         message = f"the checkpoint of step {step} failed ({self._failed} so far; {left}): {failure}"
-        if self._root.exists():
-            message += f" ({shutil.disk_usage(self._root).free / 2**20:,.0f} MiB are free on its disk now)"
-        self._last_failure = message
+        self._last_failure = message = f"{message}{_room(self._root)}"
+        self._tell(message, failure)
+
+    def _fail_near(self, near: LocalTier, step: int, failure: SaveFailed) -> None:
+        self._failed_near += 1
+        self._figures["checkpoint/local_failed"] = float(self._failed_near)
+        left = f"step {near.last_step} is the newest" if near.last_step else "there is none yet"
+        message = f"the local checkpoint of step {step} failed ({self._failed_near} so far; {left}): {failure}"
+        self._tell(f"{message}{_room(near.root)}", failure)
+
+    def _tell(self, message: str, failure: SaveFailed) -> None:
         if self.spec.checkpoint.on_failure == "stop":
             raise SaveFailed(f"{message}; the run stops by checkpoint.on_failure") from failure
         if self.grid.is_first:
@@ -175,8 +226,8 @@ class Checkpointer:
             logger.error("older checkpoints are kept: %s", error)
 
 
-def ranks_agree_on(answer: Any) -> Any:
-    """The answer of rank 0, on every rank."""
-    box = [answer]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+def _room(directory: Path) -> str:
+    """Behind an error's message."""
+    if not directory.exists():
+        return ""
+    return f" ({shutil.disk_usage(directory).free / 2**20:,.0f} MiB are free on its disk now)"

@@ -50,19 +50,23 @@ class TrainedState:
         """Of the policy, and of the critic where there is one."""
         return [self] if self.critic is None else [self, self.critic]
 
-    def tree(self, loading: bool, with_random: bool = True) -> dict[str, Any]:
-        """Megatron's sharded state; called on every rank, the optimizer's state is gathered for it."""
-        tree = self._part(loading, prefix="")
+    def tree(self, loading: bool, with_random: bool = True, only_own: bool = False) -> dict[str, Any]:
+        """Megatron's sharded state; called on every rank.
+
+        Args: `only_own`: as this rank has the optimizer's state, which only the same layout reads; otherwise it is
+        gathered.
+        """
+        tree = self._part(loading, "", only_own)
         if self.critic is not None:
-            tree[_CRITIC] = self.critic._part(loading, prefix=f"{_CRITIC}.")
+            tree[_CRITIC] = self.critic._part(loading, f"{_CRITIC}.", only_own)
         if with_random:
             ranks = dist.get_world_size()
             tree[_RANDOM] = ShardedObject(_RANDOM, None if loading else _random_state(), (ranks,), (dist.get_rank(),))
         return tree
 
-    def _part(self, loading: bool, prefix: str) -> dict[str, Any]:
+    def _part(self, loading: bool, prefix: str, only_own: bool) -> dict[str, Any]:
         """Of one model. `prefix`: what tells its tensors from those of the other."""
-        metadata = sharding_metadata()
+        metadata = sharding_metadata(only_own)
         tree: dict[str, Any] = {
             name: unwrapped(chunk).sharded_state_dict(prefix=prefix, metadata=metadata)  # type: ignore[operator]
             for name, chunk in zip(model_names(self.chunks), self.chunks, strict=True)
@@ -89,6 +93,12 @@ class TrainedState:
             # Megatron uses what torch means to remove
             warnings.simplefilter("ignore", FutureWarning)
             loaded = dist_checkpointing.load(tree, str(directory))
+        self.take(directory, loaded, updates, with_random, warmup_updates)
+
+    def take(
+        self, directory: Path, loaded: dict[str, Any], updates: int, with_random: bool, warmup_updates: int = 0
+    ) -> None:
+        """Take everything from a tree that was read from `directory`; otherwise as `load`."""
         self._take(directory, loaded, updates - warmup_updates, prefix="")
         if self.critic is not None:
             self.critic._take(directory, loaded[_CRITIC], updates, prefix=f"{_CRITIC}.")
@@ -100,15 +110,17 @@ class TrainedState:
             own = {key.removeprefix(prefix): tensor for key, tensor in loaded[name].items()}
             unwrapped(chunk).load_state_dict(own)
         _check_updates(directory, loaded[_OPTIMIZER], updates)
-        self.optimizer.load_state_dict(loaded[_OPTIMIZER])
+        with torch.no_grad():
+            # Megatron's own has it for one kind of sharding and not for the other
+            self.optimizer.load_state_dict(loaded[_OPTIMIZER])
         _load_schedule(self.schedule, loaded[_SCHEDULE])
 
 
-def sharding_metadata() -> dict[str, Any]:
-    """How Megatron is to name and cut what it saves."""
+def sharding_metadata(only_own: bool = False) -> dict[str, Any]:
+    """How Megatron is to name and cut what it saves. Args: `only_own`: as of `TrainedState.tree`."""
     return {
-        # the one kind that every other layout can read
-        "distrib_optim_sharding_type": "fully_reshardable",
+        # the one kind that every other layout can read, and the one that neither copies nor gathers
+        "distrib_optim_sharding_type": "dp_reshardable" if only_own else "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,

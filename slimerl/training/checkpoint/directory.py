@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import xxhash
@@ -205,8 +205,13 @@ def write_flushed(path: Path, data: bytes) -> None:
     """Write a file and wait until it is on the disk. Raises OSError."""
     with path.open("wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        flush(file)
+
+
+def flush(file: BinaryIO) -> None:
+    """Wait until what was written is on the disk. Raises OSError."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def flush_directory(directory: Path) -> None:

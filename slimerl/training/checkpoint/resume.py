@@ -1,43 +1,68 @@
-"""Where a trainer goes on: the newest checkpoint that is what was written.
+"""Where a trainer goes on: the newest checkpoint that is what was written, on the shared storage or on the nodes.
 
 Flows in: the run's checkpoints. Flows out: a `Resumed`, or None where the run begins.
 Invariant: a checkpoint is used whole or not at all; none is passed over in silence; where some exist and none is
-whole, the run does not begin anew by itself.
+whole, the run does not begin anew by itself, unless all that there was has gone with a node.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from slimerl.spec import RunSpec
-from slimerl.training.checkpoint import directory
-from slimerl.training.checkpoint.checkpointer import SOURCE_FILE, checkpoint_root, ranks_agree_on
+from slimerl.training.checkpoint import directory, local, local_resume
+from slimerl.training.checkpoint.checkpointer import SOURCE_FILE, checkpoint_root
 from slimerl.training.checkpoint.content import ResumeError, TrainedState
 from slimerl.training.checkpoint.directory import Damaged, Manifest
 from slimerl.training.checkpoint.identity import changes
+from slimerl.training.checkpoint.local import Note
+from slimerl.training.checkpoint.local_resume import Near, Verified
+from slimerl.training.checkpoint.write import ranks_agree_on
 from slimerl.training.parallel import Grid
 
 logger = logging.getLogger(__name__)
 
+_LOCAL = "local"
+"""Begins what is said of a local one."""
+
 
 @dataclass(frozen=True)
 class Resumed:
-    """`rejected`: newer checkpoints that were damaged, each with what is wrong with it."""
+    """`rejected`: newer checkpoints that were damaged, each with what is wrong with it; `parts`: of one that
+    lies on the nodes."""
 
     directory: Path
     manifest: Manifest
     rejected: Sequence[str] = ()
+    parts: Verified | None = None
+
+    @property
+    def is_local(self) -> bool:
+        return self.parts is not None
 
     @property
     def step(self) -> int:
         return self.manifest.step
 
-    def source_state(self) -> bytes:
-        return (self.directory / SOURCE_FILE).read_bytes()
+
+@dataclass(frozen=True)
+class Newest:
+    """Steps of the newest checkpoint of each kind; 0: there is none."""
+
+    shared: int = 0
+    local: int = 0
+
+
+def newest(resumed: Resumed | None, spec: RunSpec) -> Newest:
+    """As a run begins, or goes on from `resumed`."""
+    if resumed is None or not resumed.is_local:
+        return Newest(shared=resumed.step if resumed is not None else 0)
+    older = [step for step in directory.complete_steps(checkpoint_root(spec)) if step <= resumed.step]
+    return Newest(max(older, default=0), resumed.step)
 
 
 def find(spec: RunSpec, grid: Grid, identity: Mapping[str, Any]) -> Resumed | None:
@@ -51,51 +76,124 @@ def find(spec: RunSpec, grid: Grid, identity: Mapping[str, Any]) -> Resumed | No
     """
     root = checkpoint_root(spec)
     seen = (directory.complete_steps(root), directory.partial_names(root), directory.unusable_names(root))
-    steps, partial, unusable = ranks_agree_on(seen)
+    steps, partial, unusable, note = ranks_agree_on((*seen, local.read_note(root)))
     if partial and grid.is_first:
         logger.warning("%s: passed over, as they were never completed: %s", root, ", ".join(partial))
     if unusable and grid.is_first:
         logger.error("%s: passed over, as they are no checkpoints that can be used: %s", root, ", ".join(unusable))
-    if steps and spec.checkpoint.resume == "never":
+    near = _near(spec, grid, note)
+    saves = near.saves if near is not None else []
+    if (steps or saves) and spec.checkpoint.resume == "never":
         raise ResumeError(f"{root} holds checkpoints, but checkpoint.resume is never; start anew with --fresh")
     rejected: list[str] = []
-    for step in steps:
-        manifest, fault = verified(directory.complete_path(root, step), grid)
-        if manifest is not None and manifest.step == step:
-            found = Resumed(directory.complete_path(root, step), manifest, rejected)
+    for step, save in local.in_order(steps, saves):
+        found, fault = _tried(root, step, save, near, grid)
+        if found is not None:
+            found = replace(found, rejected=rejected)
             _check_identity(found, identity)
             _check_steps(found, spec.training.steps)
             return found
-        rejected.append(f"step-{step}: {fault or 'its manifest is of another step'}")
+        rejected.append(fault)
         if grid.is_first:
-            logger.error("checkpoint of %s is damaged and not used: %s", root, rejected[-1])
-    if steps:
-        raise ResumeError(
-            f"none of the checkpoints in {root} is whole: {'; '.join(rejected)}. Bring one back from a copy, or start "
-            "anew with --fresh"
-        )
-    if unusable:
-        raise ResumeError(
-            f"{root} holds no checkpoint that can be used, only {', '.join(unusable)}. Bring one back from a copy, or "
-            "start anew with --fresh"
-        )
+            logger.error("checkpoint of %s is damaged and not used: %s", root, fault)
+    _refuse_to_begin_anew(spec, root, steps, unusable, rejected, note, near)
+    if note is not None and note.step and grid.is_first:
+        lost = "; ".join(rejected) or "nothing of it is on the nodes"
+        logger.error("the run begins anew: it had a local checkpoint of step %d alone, and %s", note.step, lost)
     return None
 
 
-def load(found: Resumed, state: TrainedState, spec: RunSpec, grid: Grid) -> None:
-    """Take the trained state from it; called on every rank. Raises ResumeError."""
-    same_layout = found.manifest.layout == spec.training.parallel.model_dump()
-    warmup, updates = min(found.step, spec.algorithm.value_warmup_steps), spec.training.minibatches_per_step
-    state.load(found.directory, found.step * updates, same_layout, warmup * updates)
-    if not grid.is_first:
+def _near(spec: RunSpec, grid: Grid, note: Note | None) -> Near | None:
+    """What the nodes hold of the run, told where it cannot be used; None: it keeps no local checkpoints there."""
+    if note is None or note.local_dir != str(spec.checkpoint.local_dir):
+        return None
+    near = local_resume.look(spec, grid, note.run)
+    for fault in near.passed_over if grid.is_first else ():
+        logger.error("a local checkpoint is passed over: %s", fault)
+    return near
+
+
+def _tried(root: Path, step: int, save: str | None, near: Near | None, grid: Grid) -> tuple[Resumed | None, str]:
+    """One of them, or what is wrong with it. Args: `save`: of a local one."""
+    if save is None or near is None:
+        path = directory.complete_path(root, step)
+        manifest, fault = verified(path, grid)
+        if manifest is not None and manifest.step == step:
+            return Resumed(path, manifest), ""
+        return None, f"step-{step}: {fault or 'its manifest is of another step'}"
+    parts, fault = near.verified(step, save)
+    if parts is None:
+        return None, f"{_LOCAL} step-{step}: {fault}"
+    if parts.moves and grid.is_first:
+        lacking = ", ".join(str(move.owner) for move in parts.moves)
+        logger.warning(
+            "local step-%d: copies take the place of the parts of rank %s: %s", step, lacking, fault or "lost"
+        )
+    return Resumed(directory.complete_path(near.root, step), parts.manifest, parts=parts), ""
+
+
+def _refuse_to_begin_anew(
+    spec: RunSpec,
+    root: Path,
+    steps: Sequence[int],
+    unusable: Sequence[str],
+    rejected: Sequence[str],
+    note: Note | None,
+    near: Near | None,
+) -> None:
+    """Raises ResumeError: something may be brought back, or be used with other settings."""
+    anew = "or start anew with --fresh"
+    if steps:
+        raise ResumeError(
+            f"none of the checkpoints in {root} is whole: {'; '.join(rejected)}. Bring one back from a copy, {anew}"
+        )
+    if unusable:
+        raise ResumeError(
+            f"{root} holds no checkpoint that can be used, only {', '.join(unusable)}. Bring one back from a copy, "
+            f"{anew}"
+        )
+    if note is None or not note.step:
         return
+    if near is None:
+        raise ResumeError(
+            f"the only checkpoint of the run is a local one in {note.local_dir}, but checkpoint.local_dir is "
+            f"{spec.checkpoint.local_dir}; set it back, {anew}"
+        )
+    if near.unfit:
+        raise ResumeError(
+            f"the only checkpoint of the run is a local one, which cannot be used: {directory.described(near.unfit)}. "
+            f"Set it back, {anew}"
+        )
+
+
+def load(found: Resumed, state: TrainedState, spec: RunSpec, grid: Grid) -> bytes:
+    """Take the trained state from it; called on every rank.
+
+    Returns:
+        What the source of samples has to know to go on; of the first rank.
+
+    Raises:
+        ResumeError
+    """
+    same_layout = found.manifest.layout == spec.training.parallel.model_dump()
+    warmup = min(found.step, spec.algorithm.value_warmup_steps) * spec.training.minibatches_per_step
+    updates = found.step * spec.training.minibatches_per_step
+    if found.parts is not None:
+        source = local_resume.load(found.directory, found.parts, state, grid, updates, warmup)
+    else:
+        state.load(found.directory, updates, same_layout, warmup)
+        source = (found.directory / SOURCE_FILE).read_bytes()
+    if not grid.is_first:
+        return source
     root = checkpoint_root(spec)
     for each in found.rejected:
         # otherwise it would be found damaged again, and its step be written a second time beside it
-        directory.set_aside(root, int(each.partition(":")[0].removeprefix("step-")))
+        if not each.startswith(_LOCAL):
+            directory.set_aside(root, int(each.partition(":")[0].removeprefix("step-")))
     used = f"; used instead of {', '.join(found.rejected)}" if found.rejected else ""
     random = "" if same_layout else "; written by another layout, so random numbers start from the seed"
     logger.info("going on from %s%s%s", found.directory, used, random)
+    return source
 
 
 def verified(path: Path, grid: Grid) -> tuple[Manifest | None, str]:

@@ -56,7 +56,7 @@ class Write:
     def __init__(self, root: Path, step: int, tree: dict[str, Any], device: torch.device) -> None:
         """Plan it and start writing; returns as soon as the state may change again. Raises SaveFailed."""
         self.step, self._root, self._device = step, root, device
-        self._child: _Child | None = None
+        self._child: Child | None = None
         self._begun = time.monotonic()
         agreed(lambda: directory.start_partial(root, step) if dist.get_rank() == 0 else None, "start")
         self._partial = directory.partial_path(root, step)
@@ -69,9 +69,7 @@ class Write:
 
     def done(self) -> bool:
         """Have all ranks written their part?"""
-        running = torch.tensor([int(self._child is not None and self._child.is_running())], device=self._device)
-        dist.all_reduce(running)
-        return int(running) == 0
+        return all_ended(self._child, self._device)
 
     def finish(
         self, deadline: Deadline, extra: Mapping[str, bytes], manifest: Callable[[dict[str, Entry]], Manifest]
@@ -89,10 +87,7 @@ class Write:
             SaveFailed: nothing of it is left.
         """
         try:
-            while not self.done():
-                # every rank has the same opinion of the time only by chance, so one decides
-                agreed(deadline.check if dist.get_rank() == 0 else (lambda: None), "write")
-                time.sleep(POLL_S)
+            wait_until_ended(self._child, self._device, deadline)
             parts = _gathered(agreed(self._outcome, "write"))
             agreed(lambda: self._complete(parts, extra, manifest) if parts is not None else None, "complete")
         except SaveFailed:
@@ -120,7 +115,7 @@ class Write:
             return
         # on a GPU this is the copy to the host; elsewhere the fork is the snapshot
         buckets = preload()
-        self._child = _Child(lambda: _write_buckets(buckets, self._writer.transforms, self._outcome_file))
+        self._child = Child(lambda: _write_buckets(buckets, self._writer.transforms, self._outcome_file))
 
     @property
     def _outcome_file(self) -> Path:
@@ -160,7 +155,7 @@ class _Outcome:
     files: dict[str, Entry]
 
 
-class _Child:
+class Child:
     """A forked process that runs `work` on the state as it is now, and ends with this one.
 
     CPython's own work after a fork waits for ever where another thread (of PyTorch, of gloo) was just beginning or
@@ -218,6 +213,21 @@ class _Child:
     def __del__(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self._error)
+
+
+def all_ended(child: Child | None, device: torch.device) -> bool:
+    """Have the children of all ranks ended? Called on every rank; None: this one has none."""
+    running = torch.tensor([int(child is not None and child.is_running())], device=device)
+    dist.all_reduce(running)
+    return int(running) == 0
+
+
+def wait_until_ended(child: Child | None, device: torch.device, deadline: Deadline) -> None:
+    """Until `all_ended`. Raises SaveFailed at the deadline."""
+    while not all_ended(child, device):
+        # every rank has the same opinion of the time only by chance, so one decides
+        agreed(deadline.check if dist.get_rank() == 0 else (lambda: None), "write")
+        time.sleep(POLL_S)
 
 
 def _said(descriptor: int, timeout_s: float) -> bool:
@@ -296,6 +306,13 @@ def agreed(act: Callable[[], Answer], what: str) -> Answer:
     if found := list(dict.fromkeys(fault for of_rank in faults for fault in of_rank)):
         raise SaveFailed(f"cannot {what} the checkpoint: {directory.described(found)}") from cause
     return answer
+
+
+def ranks_agree_on(answer: Any) -> Any:
+    """The answer of rank 0, on every rank."""
+    box = [answer]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def _told(error: BaseException) -> list[str]:
