@@ -87,7 +87,7 @@ class StreamedAnswer:
         except ProtocolError:
             raise
         # whatever else the server sent in the place of what is read there
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"an event without {error} ({type(error).__name__}): {str(event)[:300]}") from None
         if new.tokens:
             self.told(new)
