@@ -14,6 +14,7 @@ from slimerl.resilience.deadline import DeadlineExceeded
 from slimerl.resilience.failure_kinds import RestartBudget
 from slimerl.samples.messages import EngineInfo, EngineLost, process_of, read_address
 from slimerl.spec import RunSpec
+from slimerl.spec.evaluation_engines import evaluation_engines
 from slimerl.telemetry.run_log import (
     EVENTS_FILE,
     RESIZED,
@@ -73,9 +74,10 @@ class EngineRestarts:
         record_restart(self._spec.run_dir, text)
 
     def _can_be_spared(self, roles: list[RoleProcess], ended: RoleProcess) -> bool:
-        """One more than the spec names; and each rollout process has another."""
+        """One more than the spec names; and each rollout process has another, that does not evaluate alone."""
         processes, first_added = self._spec.rollout.processes, self._spec.engine.replicas
-        others = [role.role.engine_id for role in roles if role is not ended and role.exit_code is None]
+        evaluators = {f"engine-{number}" for number in evaluation_engines(self._spec)}
+        others = {role.role.engine_id for role in roles if role is not ended and role.exit_code is None} - evaluators
         served = {process_of(engine_id, processes) for engine_id in others if engine_id is not None}
         number = int((ended.role.engine_id or "engine-0").removeprefix("engine-"))
         return number >= first_added and len(served) == processes

@@ -31,6 +31,7 @@ def failed(tmp_path):
     return run
 
 
+EVALUATES = {"evaluation": {"every_steps": 1, "background": True, "engines": 1}}
 KILLED = "import os; os.kill(os.getpid(), 9)"
 ERROR = "raise SystemExit(1)"
 
@@ -151,8 +152,9 @@ def test_an_engine_that_was_added_and_does_not_start_costs_the_run_nothing(tmp_p
     [
         (("engine-1", "engine-0"), {}),
         (("engine-0", "engine-3"), {"engine": {"replicas": 2}, "rollout": {"processes": 2}}),
+        (("engine-1", "engine-2"), {"engine": {"replicas": 2}, "cluster": {"placement": "disaggregated"}} | EVALUATES),
     ],
-    ids=["one that the spec names", "the last one of a rollout process"],
+    ids=["one that the spec names", "the last one of a rollout process", "the last one that does not evaluate alone"],
 )
 def test_an_engine_that_is_needed_and_does_not_start_ends_the_run(tmp_path, engines, names, sections):
     roles = engines(*names)

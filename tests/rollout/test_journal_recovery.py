@@ -85,6 +85,8 @@ def test_a2_a_process_killed_between_lease_and_training_is_taken_over_without_lo
 def test_segments_of_what_has_been_trained_go(tmp_path):
     async def act(made: Scene) -> list[str]:
         await train(made, 1, 12)
+        assert made.scheduler.journal is not None
+        await made.scheduler.journal.written()
         return sorted(path.name for path in (tmp_path / "journal").iterdir())
 
     names = process(act, tmp_path / "journal", killed=True, segment_bytes=1000)
