@@ -36,7 +36,7 @@ from slimerl.rollout.evaluation_engines import EvaluationEngines
 from slimerl.rollout.full_collections import defer_full_collections
 from slimerl.rollout.gateway.build import build_gateway
 from slimerl.rollout.gateway.external import ExternalAgents
-from slimerl.rollout.journal_file import TAKE_OVER, JournalFile
+from slimerl.rollout.journal_file import TAKE_OVER, JournalFile, forget_journal
 from slimerl.rollout.journal_places import journal_of
 from slimerl.rollout.judge import Judge
 from slimerl.rollout.kv_fleet import EngineModel
@@ -115,8 +115,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def serve(spec: RunSpec, process: int = 0, takes_over: bool = False) -> None:
     """Serve until SIGTERM, SIGINT or `/shutdown`."""
-    token = secrets.token_hex(16)
-    ended = asyncio.Event()
     name = f"rollout-{process}" if process else "rollout"
     trace.start(spec.run_dir, name)
     alive = heartbeat.start_of_loop(spec.run_dir, name, spec.deadlines.stall_s)
@@ -128,21 +126,33 @@ async def serve(spec: RunSpec, process: int = 0, takes_over: bool = False) -> No
             inputs, *_ = await asyncio.gather(asyncio.to_thread(read_inputs, spec), reward.start(), agent.start())
         trace.add("start", begun, time.monotonic(), "start")
         defer_full_collections()
-        # Not before: until here a signal ends the process at once, and its workers with it.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        async with AsyncExitStack() as stack:
-            desk = await stack.enter_async_context(ledger_of(spec, process, takes_over))
-            place = Place(process, takes_over, desk)
-            service = await stack.enter_async_context(_service(spec, inputs, reward, agent, token, ended, place))
-            beside = await stack.enter_async_context(beside_it(spec, service, desk))
-            await stack.enter_async_context(service_listening(spec, service, token, process))
-            await _until_ended(ended, service, ResourceMeter(spec.run_dir, name), beside)
+        while await _serve_once(spec, inputs, reward, agent, process, takes_over):
+            takes_over = False
+            forget_journal(journal_of(spec, process))
     finally:
         await asyncio.gather(reward.close(), agent.close())
         alive.cancel()
         trace.stop()
     logger.info("ended")
+
+
+async def _serve_once(
+    spec: RunSpec, inputs: Inputs, reward: RunningReward, agent: RunningAgent, process: int, takes_over: bool
+) -> bool:
+    """Returns whether to do so once more, with nothing of what there was."""
+    token, ended = secrets.token_hex(16), asyncio.Event()
+    # Not before: until here a signal ends the process at once, and its workers with it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with AsyncExitStack() as stack:
+        desk = await stack.enter_async_context(ledger_of(spec, process, takes_over))
+        place = Place(process, takes_over, desk)
+        service = await stack.enter_async_context(_service(spec, inputs, reward, agent, token, ended, place))
+        beside = await stack.enter_async_context(beside_it(spec, service, desk))
+        await stack.enter_async_context(service_listening(spec, service, token, process))
+        name = f"rollout-{process}" if process else "rollout"
+        await _until_ended(ended, service, ResourceMeter(spec.run_dir, name), beside)
+    return service.begins_anew
 
 
 async def _until_ended(

@@ -43,6 +43,11 @@ def has_journal(directory: Path) -> bool:
     return bool(_segments(directory))
 
 
+def forget_journal(directory: Path) -> None:
+    """Of a process that has closed it: nothing is to be taken over from it. Raises OSError."""
+    _remove(_segments(directory))
+
+
 def read_journal(directory: Path) -> Recovered | None:
     """What the process that wrote it held when it ended; None: there is no journal.
 

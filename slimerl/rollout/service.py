@@ -96,6 +96,8 @@ class ControlService:
     returning: ReturningEngines = field(default_factory=ReturningEngines)
     shutdown: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the role is to end."""
+    begins_anew: bool = False
+    """It is to serve again then, as one that has just started."""
     figures: Callable[[], dict[str, float]] = dict
     """What else there is to tell with a batch."""
     _progress: asyncio.Event = field(default_factory=asyncio.Event)
@@ -135,6 +137,7 @@ class ControlService:
                 web.post(Path.BEGIN_EVALUATION, self._begin_evaluation),
                 web.get(Path.STATE, self._state),
                 web.post(Path.RESTORE, self._restore),
+                web.post(Path.BEGIN_ANEW, self._begin_anew),
                 web.post(Path.SHUTDOWN, self._shutdown),
             ]
         )
@@ -344,6 +347,11 @@ class ControlService:
             await self.speculation.restore(state.steps)
         self.scheduler.restore(state)
         return _answer(self.status())
+
+    async def _begin_anew(self, request: web.Request) -> web.Response:
+        logger.warning("asked to begin anew, with nothing of what there is")
+        self.begins_anew = True
+        return await self._shutdown(request)
 
     async def _shutdown(self, _: web.Request) -> web.Response:
         """Answers with the last `Status`; the role ends then."""

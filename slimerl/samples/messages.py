@@ -40,6 +40,7 @@ class Path(StrEnum):
     EVALUATE_PART = "/evaluate/part"
     STATE = "/state"
     RESTORE = "/state/restore"
+    BEGIN_ANEW = "/state/begin-anew"
     LEDGER_JOIN = "/ledger/join"
     LEDGER_REPORT = "/ledger/report"
     SHUTDOWN = "/shutdown"

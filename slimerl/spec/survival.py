@@ -58,6 +58,10 @@ class ResilienceSpec(Strict):
     rollout_restarts: NonNegative = 3
     """The rollout role, of several each, in the running run; it takes over from its journal. 0: the run starts over
     instead."""
+    in_process_restarts: NonNegative = 0
+    """Of the trainer's ranks inside their processes, where a collective failed and none of them is gone: from the
+    newest checkpoint, with imports and compiled kernels as they are. With CUDA it needs nvidia-resiliency-ext. 0: the
+    run starts over instead, as it does where these are used up."""
 
 
 class DeadlineSpec(Strict):

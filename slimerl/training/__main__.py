@@ -27,12 +27,14 @@ from slimerl.resilience.imports import without_collections
 from slimerl.resilience.kernel_caches import bounded_kernel_caches
 from slimerl.resilience.name_lookups import bounded_lookups
 from slimerl.resilience.processes import die_with_parent
+from slimerl.resilience.rank_monitor import is_installed
 from slimerl.resilience.tied import tied_parent
 from slimerl.samples.rows import DataError
 from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter, collect
 from slimerl.training.gpu_environment import set_gpu_environment
+from slimerl.training.in_process_faults import in_process_faults
 from slimerl.training.memory import keep_freed_memory
 from slimerl.training.phase_limits import phase_limits
 from slimerl.training.termination import end_on_sigterm
@@ -40,6 +42,7 @@ from slimerl.training.termination import end_on_sigterm
 if TYPE_CHECKING:
     from slimerl.telemetry import RunLog
     from slimerl.training.checkpoint.resume import Resumed
+    from slimerl.training.in_process import InProcessRestarts
     from slimerl.training.rollout_client import RolloutClient
 
 COLLECTIVE_MARGIN_S = 60.0
@@ -60,6 +63,9 @@ def main(arguments: list[str]) -> int:
     except SpecError as error:
         print(error, file=sys.stderr)
         return 2
+    if faults := in_process_faults(spec, torch.cuda.is_available(), is_installed()):
+        print("\n".join(faults), file=sys.stderr)
+        return 2
     torch.set_num_threads(spec.training.threads_per_rank)
     if torch.cuda.is_available():
         set_gpu_environment(spec.training.parallel)
@@ -72,7 +78,7 @@ def main(arguments: list[str]) -> int:
         from slimerl.training.checkpoint.content import ResumeError
         from slimerl.training.model_config import UnsupportedModel
     try:
-        run_rank(spec)
+        _run(spec)
     except (
         CheckpointError,
         ConfigError,
@@ -90,8 +96,19 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def run_rank(spec: RunSpec) -> None:
-    """Build everything and train. Every rank calls it."""
+def _run(spec: RunSpec) -> None:
+    if not spec.resilience.in_process_restarts:
+        run_rank(spec)
+        return
+    from slimerl.training.in_process import InProcessRestarts
+
+    restarts = InProcessRestarts.of_ranks(spec)
+    restarts.run(partial(run_rank, spec, restarts))
+
+
+def run_rank(spec: RunSpec, restarts: "InProcessRestarts | None" = None) -> None:
+    """Build everything and train. Every rank calls it. Args: `restarts`: of an attempt that may be followed by another
+    one in this process."""
     with without_collections():
         from slimerl.training import assembly, parallel
         from slimerl.training.capabilities import detect
@@ -106,13 +123,21 @@ def run_rank(spec: RunSpec) -> None:
     device = capabilities.device(int(os.environ.get("LOCAL_RANK", "0")))
     if capabilities.cuda:
         torch.cuda.set_device(device)
-    limits = spec.deadlines
-    heartbeat.start(spec.run_dir, f"trainer-{os.environ.get('RANK', 0)}", phase_limits(limits), limits.stall_s)
     # between two collectives rank 0 may sync, evaluate and wait for a batch, one after the other
+    limits = spec.deadlines
     longest_s = limits.start_s + limits.sync_s + 2 * limits.batch_s
-    grid = parallel.start(spec.training.parallel, capabilities, device, longest_s + COLLECTIVE_MARGIN_S, spec.seed)
+    again = restarts is not None and restarts.used > 0
+    if not again:
+        heartbeat.start(spec.run_dir, f"trainer-{os.environ.get('RANK', 0)}", phase_limits(limits), limits.stall_s)
+    elif spec.uses_engines and os.environ["RANK"] == "0":
+        # before any other rank looks for it
+        _connected(spec).begin_anew(spec.run_dir)
+    meeting_place = None if restarts is None else restarts.meeting_place()
+    waits_s = longest_s + COLLECTIVE_MARGIN_S
+    grid = parallel.start(spec.training.parallel, capabilities, device, waits_s, spec.seed, meeting_place)
     name = f"trainer-{grid.rank}"
-    trace.start(spec.run_dir, name)
+    if not again:
+        trace.start(spec.run_dir, name)
     if assembly.shares_gpus(spec, capabilities):
         heartbeat.enter("wait for room")
         with trace.span("wait for room"):
@@ -120,6 +145,8 @@ def run_rank(spec: RunSpec) -> None:
     heartbeat.enter("build")
     with trace.span("build"):
         policy = assembly.build_policy(spec, grid, capabilities)
+    if restarts is not None:
+        restarts.when_left(policy.let_go)
     source: Source
     syncer: Syncer
     turns: Turns | None = None
@@ -139,12 +166,14 @@ def run_rank(spec: RunSpec) -> None:
         if resumed is not None:
             source.restore(resume.load(resumed, policy.state, spec, grid))
     done = resumed.step if resumed is not None else 0
-    with closing(syncer), _run_log(spec, resumed) if grid.is_first else nullcontext(SilentLog()) as log:
-        resources = partial(_resources, spec.run_dir, ResourceMeter(spec.run_dir, name), grid.is_first)
+    with closing(syncer), _run_log(spec, resumed, restarts) if grid.is_first else nullcontext(SilentLog()) as log:
+        resources = partial(_resources, spec.run_dir, ResourceMeter(spec.run_dir, name), grid.is_first, restarts)
         export = partial(policy.export, spec.export_dir)
         last = resume.newest(resumed, spec)
         checkpoints = Checkpointer(spec, policy.state, grid, source.state, same_run, last.shared, last.local)
         compare = assembly.rank_comparison(policy)
+        if restarts is not None:
+            restarts.when_left(checkpoints.give_up)
         train(Run(spec, policy.trainer, source, syncer, log, export, resources, checkpoints, done, turns, compare))
         checkpoints.remove_local()
     heartbeat.enter("export")
@@ -173,13 +202,16 @@ def _wait_for_room(spec: RunSpec, is_first: bool) -> None:
     wait_for_room(status, spec.engine.replicas, deadline)
 
 
-def _resources(run_dir: Path, meter: ResourceMeter, is_first: bool) -> dict[str, float]:
+def _resources(
+    run_dir: Path, meter: ResourceMeter, is_first: bool, restarts: "InProcessRestarts | None"
+) -> dict[str, float]:
     """Publish this rank's, and on the first rank collect those of every role."""
     meter.publish()
-    return collect(run_dir) if is_first else {}
+    counted = {} if restarts is None else {"resilience/in_process_restarts": float(restarts.used)}
+    return collect(run_dir) | counted if is_first else {}
 
 
-def _run_log(spec: RunSpec, resumed: "Resumed | None") -> "RunLog":
+def _run_log(spec: RunSpec, resumed: "Resumed | None", restarts: "InProcessRestarts | None") -> "RunLog":
     """The record, which goes on after the checkpoint's step."""
     from slimerl.telemetry import RunLog
 
@@ -189,6 +221,8 @@ def _run_log(spec: RunSpec, resumed: "Resumed | None") -> "RunLog":
     log = RunLog(spec.run_dir, after_step=resumed.step)
     for rejected in resumed.rejected:
         log.event(resumed.step, "alarm", "checkpoint damaged", rejected)
+    if restarts is not None and restarts.used:
+        log.event(resumed.step, "alarm", "restarted in process", restarts.text)
     log.event(resumed.step, "note", "resumed", f"from {resumed.directory}")
     return log
 

@@ -22,7 +22,7 @@ from slimerl.training.checkpoint.start import load_megatron_weights
 from slimerl.training.critic import bare_model, build_critic
 from slimerl.training.fused_adam import begin_state
 from slimerl.training.loop import NoEngines, Syncer
-from slimerl.training.model import wrap_for_training
+from slimerl.training.model import dismantle, wrap_for_training
 from slimerl.training.model_config import ModelArguments, UnsupportedModel
 from slimerl.training.needs import unsupplied
 from slimerl.training.optimizer import build_optimizer, build_schedule
@@ -61,6 +61,11 @@ class Policy:
     batching: Batching
     source: Path
     """The checkpoint that it was loaded from."""
+
+    def let_go(self) -> None:
+        """It trains no more, and its memory is to be free."""
+        for state in self.state.all:
+            dismantle(state.chunks)
 
     def export(self, destination: Path) -> None:
         """Write it as a Hugging Face checkpoint; called on every rank."""

@@ -131,6 +131,14 @@ def wrap_for_training(
     return wrapped
 
 
+def dismantle(chunks: Sequence[torch.nn.Module]) -> None:
+    """Of what `wrap_for_training` made: it can do nothing more, and all of it goes with the last reference. As it was
+    it never would: autograd's nodes hold the wrapper through hooks that Python's collector does not see, the wrapper
+    holds the optimizer, and that the nodes."""
+    for chunk in chunks:
+        vars(chunk).clear()
+
+
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     """The GPTModel inside its wrappers."""
     while not isinstance(chunk, GPTModel):

@@ -6,6 +6,7 @@ each function of this module at the same place of the program.
 
 import datetime
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,16 +66,24 @@ class Grid:
 
 
 def start(
-    parallel: ParallelSpec, capabilities: Capabilities, device: torch.device, timeout_s: float, seed: int
+    parallel: ParallelSpec,
+    capabilities: Capabilities,
+    device: torch.device,
+    timeout_s: float,
+    seed: int,
+    store: dist.Store | None = None,
 ) -> Grid:
     """Create the process groups; torch.distributed may be initialised already (then its backend stays).
+
+    Args: `store`: where the ranks meet; None: as the environment says.
 
     Raises:
         ValueError: the number of processes is not the grid's size.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
-        dist.init_process_group(capabilities.backend, timeout=timeout)
+        rank, ranks = (-1, -1) if store is None else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        dist.init_process_group(capabilities.backend, timeout=timeout, store=store, rank=rank, world_size=ranks)
     if dist.get_world_size() != parallel.world_size:
         raise ValueError(
             f"{dist.get_world_size()} trainer processes run, but training.parallel wants {parallel.world_size} "

@@ -13,6 +13,7 @@ def phase_limits(deadlines: DeadlineSpec) -> dict[str, float]:
     """Seconds by the phase's name; one that is not named has `deadlines.stall_s`."""
     waits = {
         "start": deadlines.start_s,
+        "begin anew": deadlines.request_s + deadlines.start_s,
         "wait for room": deadlines.start_s,
         "build": deadlines.checkpoint_s,
         "resume": deadlines.checkpoint_s,

@@ -187,6 +187,19 @@ class RolloutClient:
         """Let a rollout role that has just started go on from there."""
         self._ask("POST", Endpoint.RESTORE, state, None)
 
+    def begin_anew(self, run_dir: Path) -> None:
+        """The role gives up all that it has, and serves elsewhere as one that has just started. Returns once it is not
+        found any more where it was."""
+        self._ask("POST", Endpoint.BEGIN_ANEW, None, None)
+
+        def elsewhere() -> bool:
+            try:
+                return read_address(run_dir).token != self.address.token
+            except FileNotFoundError:
+                return True
+
+        Deadline("the rollout role to leave its address", self._request_s).wait_until(elsewhere, POLL_S)
+
     def shutdown(self) -> None:
         """Tell the rollout role to end."""
         self._ask("POST", Endpoint.SHUTDOWN, None, None)

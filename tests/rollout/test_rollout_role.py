@@ -193,6 +193,12 @@ async def train_step(client: RolloutClient, step: int) -> None:
     await asyncio.to_thread(client.trained, manifest.batch_id, step)
 
 
+async def take_second(client: RolloutClient) -> list[Any]:
+    manifest = await asyncio.to_thread(client.next_batch, 2, 20.0)
+    ids = [sample.sample_id for sample in manifest.samples]
+    return [manifest.batch_id, manifest.samples, await asyncio.to_thread(client.fetch, ids)]
+
+
 async def ask_wrongly(files: Files, client: RolloutClient) -> None:
     """Every refusal has a status and a reason."""
     address = ServiceAddress(**json.loads((files.run_dir / ADDRESS_FILE).read_text()))
@@ -338,22 +344,17 @@ def test_a2_a_killed_role_that_is_started_again_hands_out_the_same_batch_and_goe
     """Fault: SIGKILL after step 2 was handed out and before it was trained; engines and the trainer's client stay."""
     role = start(files.write())
 
-    async def take(client: RolloutClient) -> list[Any]:
-        manifest = await asyncio.to_thread(client.next_batch, 2, 20.0)
-        ids = [sample.sample_id for sample in manifest.samples]
-        return [manifest.batch_id, manifest.samples, await asyncio.to_thread(client.fetch, ids)]
-
     async def scene(_: RolloutClient, engines: list[FakeEngine]) -> None:
         deadline = Deadline("the role", START_S)
         client = await asyncio.to_thread(RolloutClient.connect, files.run_dir, deadline, 10.0, START_S)
         await sync(client, engines, 0)
         await train_step(client, 1)
         await sync(client, engines, 1)
-        handed = await take(client)
+        handed = await take_second(client)
         role.process.kill()
         role.process.wait(10)
         start(files.write(), TAKE_OVER)
-        assert await take(client) == handed
+        assert await take_second(client) == handed
         status = await asyncio.to_thread(client.status)
         assert (status.trained, status.buffered) == (GROUPS * SIZE, GROUPS * SIZE)
         assert (status.version, status.returning) == (1, ["engine-0", "engine-1"])
@@ -368,5 +369,31 @@ def test_a2_a_killed_role_that_is_started_again_hands_out_the_same_batch_and_goe
         await train_step(client, 3)
         status = await asyncio.to_thread(client.status)
         assert status.admitted == status.trained + sum(status.dropped.values()) == GROUPS * SIZE * STEPS
+
+    with_engines(files, scene)
+
+
+def test_a_role_that_is_asked_to_begin_anew_gives_up_what_it_has_and_goes_on_from_an_earlier_step(files, start):
+    """The same process, at another address; it takes a version older than its engines served."""
+    role = start(files.write())
+
+    async def scene(client: RolloutClient, engines: list[FakeEngine]) -> None:
+        await sync(client, engines, 0)
+        await train_step(client, 1)
+        state = await asyncio.to_thread(client.state)
+        await sync(client, engines, 1)
+        handed = await take_second(client)
+        await asyncio.to_thread(client.trained, "step-2", 2)
+        await sync(client, engines, 2)
+        await asyncio.to_thread(client.begin_anew, files.run_dir)
+        deadline = Deadline("the role to serve again", START_S)
+        for one in engines:
+            await register(msgspec.structs.replace(one.info, version=2), files.run_dir, deadline)
+        again = await asyncio.to_thread(RolloutClient.connect, files.run_dir, deadline, 10.0)
+        assert (await asyncio.to_thread(again.status)).admitted == 0
+        await asyncio.to_thread(again.restore, state)
+        await sync(again, engines, 1)
+        assert await take_second(again) == handed
+        assert again.address.pid == role.process.pid
 
     with_engines(files, scene)

@@ -109,6 +109,40 @@ def test_c1_a_killed_run_goes_on_with_the_same_tokens_and_weights_bit_for_bit(wh
     assert "--fresh" in output
 
 
+def trainings_begun(run: Path) -> list[float]:
+    """When, in seconds."""
+    events = read_records(run / "events.jsonl")
+    return [event["time"] for event in events if event.get("phase") == "train" and event["edge"] == "start"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_broken_links_of_trainer_ranks_cost_no_process_and_the_next_time_the_run_starts_over(
+    whole, tmp_path, monkeypatch
+):
+    """Injected: the ranks' connections break in step 4, and again when they have come that far once more; one restart
+    in place is allowed. The rollout role gives up what it has made since the checkpoint of step 2."""
+    spec = copy_of(whole, tmp_path)
+    monkeypatch.setenv("SLIMERL_TEST_FAULTS", "links:4,links:6")
+    kept = ("checkpoint.every_steps=1", "checkpoint.keep_last=2", "resilience.in_process_restarts=1")
+    code, output = begin(spec, monkeypatch, "broken", *kept).finish()
+    assert code == 0, output
+    assert tokens_of(spec, "broken") == tokens_of(whole, "whole")
+    assert same_weights(spec.parent / "run", whole.parent / "run")
+    events = read_records(spec.parent / "run" / "events.jsonl")
+    told = {name: [each["text"] for each in events if each.get("name") == name] for name in ("restarted", "resumed")}
+    in_process = [each["text"] for each in events if each.get("name") == "restarted in process"]
+    assert len(in_process) == 1
+    assert "1 of 1" in in_process[0]
+    assert len(told["restarted"]) == 1, "the run started over once, for the second fault"
+    assert len(told["resumed"]) == 2
+    begun = trainings_begun(spec.parent / "run")
+    assert len(begun) == 8, "steps 1, 2, 3, 4; 3, 4; 3, 4"
+    anew_s, over_s = begun[4] - begun[3], begun[6] - begun[5]
+    print(f"from a fault to the next training: {anew_s:.1f} s in process, {over_s:.1f} s where the run started over")
+    assert anew_s < over_s
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_c1_a_run_whose_trainer_is_killed_goes_on_from_its_local_checkpoint_bit_for_bit(whole, tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ COUNTS_AND_RATIOS = {
     "run_restarts",
     "engine_restarts",
     "rollout_restarts",
+    "in_process_restarts",
     *("data", "tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "tensor_parallel"),
     *("steps", "prompts_per_step", "minibatches_per_step", "samples_per_prompt", "every_steps", "keep_last"),
     "local_every_steps",

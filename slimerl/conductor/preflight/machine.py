@@ -17,9 +17,11 @@ from slimerl.conductor.preflight.scored import critic_config
 from slimerl.conductor.reach import lasting_faults
 from slimerl.conductor.versions import COPIES_PINS, ENGINE_PINS, TRAINER_PINS, version_fault
 from slimerl.engine.local_resources import NoAddress, own_address
+from slimerl.resilience.rank_monitor import is_installed
 from slimerl.spec import RunSpec
 from slimerl.training.capabilities import Capabilities
 from slimerl.training.engine_layout import engine_config
+from slimerl.training.in_process_faults import in_process_faults
 from slimerl.training.memory_estimate import GIB, SERVER_RUNTIME_BYTES, EngineMemory
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -37,6 +39,7 @@ def version_faults(spec: RunSpec) -> list[str]:
 def machine_faults(spec: RunSpec, config: Mapping[str, Any] | None, capabilities: Capabilities) -> Iterator[str]:
     """Without a `config` (no sound model) memory is not estimated."""
     yield from _port_faults(spec)
+    yield from in_process_faults(spec, capabilities.cuda, is_installed())
     if capabilities.cuda:
         yield from gpu_faults(spec, torch.cuda.device_count())
         yield from lasting_faults(spec)

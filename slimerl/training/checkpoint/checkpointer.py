@@ -110,6 +110,11 @@ class Checkpointer:
         if self.grid.is_first:
             self._stop_file.unlink(missing_ok=True)
 
+    def give_up(self) -> None:
+        """End this rank's writer: whoever goes on in this process may write the same checkpoint."""
+        if self._writing is not None:
+            self._writing.kill()
+
     def require(self, step: int) -> None:
         """After `close`, of a run that ends before its last step. Raises SaveFailed: `step` has no checkpoint."""
         if self.last_step != step:

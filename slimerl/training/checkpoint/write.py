@@ -97,11 +97,15 @@ class Write:
 
     def abandon(self) -> None:
         """End the writers and give the disk space back."""
-        if self._child is not None:
-            self._child.kill()
+        self.kill()
         dist.barrier()
         if dist.get_rank() == 0:
             directory.remove_partial(self._root, self.step)
+
+    def kill(self) -> None:
+        """End this rank's writer."""
+        if self._child is not None:
+            self._child.kill()
 
     def _plan(self, tree: dict[str, Any]) -> None:
         sharded, common, self._common = agreed(lambda: plan.parts(tree), "prepare")

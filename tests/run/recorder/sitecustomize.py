@@ -1,4 +1,5 @@
-"""Found by every Python process of a run whose PYTHONPATH holds this directory: trainers write down what they fetch."""
+"""Found by every Python process of a run whose PYTHONPATH holds this directory: trainers write down what they fetch,
+and commit the faults that they are told to."""
 
 import json
 import os
@@ -19,3 +20,8 @@ if "slimerl.training" in sys.orig_argv and (record := os.environ.get("SLIMERL_TE
         return payloads
 
     RolloutClient.fetch = recorded
+
+if "slimerl.training" in sys.orig_argv and (faults := os.environ.get("SLIMERL_TEST_FAULTS")):
+    from breaker import commit
+
+    commit(faults)

@@ -1,0 +1,85 @@
+"""A collective that fails once costs a trainer no process: its ranks begin anew where they are, and the run is the same
+bit for bit."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tiny_run import write_spec
+
+from slimerl.telemetry import read_records
+
+RECORDER = Path(__file__).parent / "recorder"
+"""On the path of the run: breaks what it is told to from inside."""
+STEPS = 4
+
+
+def supervised(directory: Path) -> Path:
+    return write_spec(
+        directory,
+        algorithm={"name": "sft"},
+        training={"steps": STEPS, "optimizer": {"lr": 1e-3, "min_lr": 1e-5, "warmup_steps": 2, "decay": "linear"}},
+        checkpoint={"every_steps": 1},
+        resilience={"in_process_restarts": 2},
+    )
+
+
+def train(spec: Path, faults: str = "") -> "subprocess.CompletedProcess[str]":
+    """The trainer role, as torchrun starts it."""
+    path = os.pathsep.join(filter(None, [str(RECORDER), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "SLIMERL_TEST_FAULTS": faults, "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "slimerl.training", str(spec)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+
+
+def weights(spec: Path) -> dict:
+    return load_file(spec.parent / "run" / "model" / "model.safetensors")
+
+
+def records(spec: Path) -> list[dict]:
+    return read_records(spec.parent / "run" / "metrics.jsonl")
+
+
+def alarms(spec: Path) -> list[dict]:
+    events = read_records(spec.parent / "run" / "events.jsonl")
+    return [event for event in events if event.get("name") == "restarted in process"]
+
+
+@pytest.mark.timeout(400)
+def test_ranks_begin_anew_in_their_processes_and_train_the_same(tmp_path):
+    """Injected: in step 3, while the checkpoint of step 2 is written, the links between the ranks break; when they are
+    there again, a collective fails on one of them alone, and the other one waits for it."""
+    whole, broken = (supervised(tmp_path / name) for name in ("whole", "broken"))
+    undisturbed = train(whole)
+    assert undisturbed.returncode == 0, undisturbed.stderr[-3000:]
+    done = train(broken, "links:3,collective:5")
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert [record["step"] for record in records(broken)] == list(range(STEPS + 1))
+    for figure in ("train/loss", "train/lr", "train/grad_norm", "eval/loss"):
+        assert [each.get(figure) for each in records(broken)] == [each.get(figure) for each in records(whole)], figure
+    ours, theirs = weights(broken), weights(whole)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+    assert [alarm["step"] for alarm in alarms(broken)] == [1, 1]
+    assert "1 of 2" in alarms(broken)[0]["text"]
+    assert re.search(r"rank 1: RuntimeError: gloo.*2 of 2", alarms(broken)[1]["text"])
+    assert [record.get("resilience/in_process_restarts") for record in records(broken)[1:]] == [0, 2, 2, 2]
+    pids = {json.loads(path.read_text().splitlines()[0])["pid"] for path in (tmp_path / "broken/run/trace").iterdir()}
+    assert len(pids) == 2, "the processes are those of the beginning"
+    assert alarms(whole) == []
+
+
+@pytest.mark.timeout(200)
+def test_an_error_of_the_program_ends_all_ranks_as_ever(tmp_path):
+    spec = supervised(tmp_path)
+    done = train(spec, "program:3")
+    assert done.returncode == 1
+    assert "an error of the program" in done.stderr
+    assert alarms(spec) == []
+    assert [record["step"] for record in records(spec)] == [0, 1, 2]
