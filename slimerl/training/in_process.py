@@ -32,7 +32,7 @@ from slimerl.spec import RunSpec
 from slimerl.telemetry.run_log import EVENTS_FILE, exported, read_records
 from slimerl.training import parallel
 from slimerl.training.checkpoint.checkpointer import checkpoint_root
-from slimerl.training.checkpoint.directory import complete_steps
+from slimerl.training.checkpoint.local import newest_checkpoint
 from slimerl.training.hang_up import hang_up, open_sockets
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class InProcessRestarts:
         return self._budget.refusal(kind, 0.0, self._impossible) or ""
 
     def _impossible(self) -> str:
-        if not complete_steps(checkpoint_root(self._spec)):
+        if newest_checkpoint(checkpoint_root(self._spec)) is None:
             return "there is no checkpoint yet"
         return "the model is written already" if exported(read_records(self._spec.run_dir / EVENTS_FILE)) else ""
 

@@ -14,6 +14,7 @@ from tiny_models import make_tiny_model
 
 from slimerl.resilience.deadline import Deadline
 from slimerl.spec import load_spec
+from slimerl.training.checkpoint.local import Note, write_note
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -167,8 +168,19 @@ def test_a_job_whose_run_failed_with_a_node_is_queued_again(stand_ins, state, co
         ("run", ["step-4.damaged"], False),
         ("run 1", ["step-4"], False),
         ("lr=[1e-6]*", ["step-4"], False),
+        ("run", [Note("run-1", "/dev/shm/local", 0)], True),
+        ("run", ["step-4.partial", Note("run-1", "/dev/shm/local", 3)], False),
     ],
-    ids=["nothing", "half of the first one", "one", "one that is damaged", "a space", "what could be a pattern"],
+    ids=[
+        "nothing",
+        "half of the first one",
+        "one",
+        "one that is damaged",
+        "a space",
+        "what could be a pattern",
+        "a place for local ones",
+        "a local one",
+    ],
 )
 def test_a_job_that_is_queued_again_begins_anew_only_where_no_checkpoint_was_ever_whole(
     stand_ins, directory, left, fresh
@@ -178,8 +190,9 @@ def test_a_job_that_is_queued_again_begins_anew_only_where_no_checkpoint_was_eve
     run.parent.mkdir(parents=True)
     run.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     run.chmod(0o755)
-    for name in left:
-        (stand_ins / directory / "checkpoints" / name).mkdir(parents=True)
+    checkpoints = stand_ins / directory / "checkpoints"
+    for each in left:
+        write_note(checkpoints, each) if isinstance(each, Note) else (checkpoints / each).mkdir(parents=True)
     job = {"SLURM_JOB_NODELIST": "node1", "SLURM_JOB_ID": "17", "NODE_STATE": "", "SLURM_RESTART_COUNT": "1"}
     spec = stand_ins / directory / "spec.yaml"
     done = bash(LAUNCH / "slurm/run.sbatch", stand_ins, spec, **job)

@@ -24,7 +24,7 @@ def supervised(directory: Path) -> Path:
         directory,
         algorithm={"name": "sft"},
         training={"steps": STEPS, "optimizer": {"lr": 1e-3, "min_lr": 1e-5, "warmup_steps": 2, "decay": "linear"}},
-        checkpoint={"every_steps": 1},
+        checkpoint={"every_steps": 3, "local_every_steps": 1, "local_dir": str(directory / "disk")},
         resilience={"in_process_restarts": 2},
     )
 
@@ -53,8 +53,9 @@ def alarms(spec: Path) -> list[dict]:
 
 @pytest.mark.timeout(400)
 def test_ranks_begin_anew_in_their_processes_and_train_the_same(tmp_path):
-    """Injected: in step 3, while the checkpoint of step 2 is written, the links between the ranks break; when they are
-    there again, a collective fails on one of them alone, and the other one waits for it."""
+    """Injected: in step 3, while the local checkpoint of step 2 is written and there is no shared one yet, the links
+    between the ranks break; when they are there again, a collective fails on one of them alone, and the other one waits
+    for it."""
     whole, broken = (supervised(tmp_path / name) for name in ("whole", "broken"))
     undisturbed = train(whole)
     assert undisturbed.returncode == 0, undisturbed.stderr[-3000:]

@@ -111,9 +111,11 @@ class Checkpointer:
             self._stop_file.unlink(missing_ok=True)
 
     def give_up(self) -> None:
-        """End this rank's writer: whoever goes on in this process may write the same checkpoint."""
+        """End this rank's writers: whoever goes on in this process may write the same checkpoints."""
         if self._writing is not None:
             self._writing.kill()
+        if self._near is not None:
+            self._near.give_up()
 
     def require(self, step: int) -> None:
         """After `close`, of a run that ends before its last step. Raises SaveFailed: `step` has no checkpoint."""

@@ -99,6 +99,11 @@ class LocalTier:
             logger.error("older local checkpoints are kept: %s", error)
         return {"checkpoint/local_step": float(write.step), "checkpoint/local_write_s": seconds}
 
+    def give_up(self) -> None:
+        """End this rank's writer."""
+        if self._writing is not None:
+            self._writing.kill()
+
     def remove(self) -> None:
         """The run is over, and will not ask for them."""
         local.remove_all(self._root)

@@ -100,10 +100,14 @@ class LocalWrite:
 
     def abandon(self) -> None:
         """End the writer and give the disk space back."""
-        if self._child is not None:
-            self._child.kill()
+        self.kill()
         directory.remove_partial(self._root, self.step)
         shutil.rmtree(directory.complete_path(self._root, self.step), ignore_errors=True)
+
+    def kill(self) -> None:
+        """End this rank's writer."""
+        if self._child is not None:
+            self._child.kill()
 
     def _write(self, parts: Mapping[int, MCoreTensorAwareStateDict]) -> None:
         """In the child: the parts, flushed and read back for their digests, and the manifest."""
