@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from slimerl.resilience.imports import without_collections
 from slimerl.spec import RunSpec, SpecError, load_spec
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ def check(
       slimerl check configs/deepseek_v3_671b.yaml --plan-only
     """
     if plan_only:
-        from slimerl.conductor.plan_only import PlanFaults, planned_table
+        with without_collections():
+            from slimerl.conductor.plan_only import PlanFaults, planned_table
 
         try:
             Console(markup=False).print(planned_table(_loaded(spec, overrides), spec.parent))
@@ -354,7 +356,7 @@ def _loaded(path: Path, overrides: list[str] | None) -> RunSpec:
 
 
 def _checked(path: Path, overrides: list[str] | None) -> RunSpec:
-    from slimerl.conductor.preflight import preflight
+    from slimerl.conductor.preflight.whole import preflight
 
     spec = _loaded(path, overrides)
     faults = preflight(spec)

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from slimerl.conductor.preflight import preflight
+from slimerl.conductor.preflight.whole import preflight
 from slimerl.conductor.run_directory import RunDirectoryTaken, claimed
 from slimerl.engine.client import EngineClient, EngineError
 from slimerl.engine.launcher import Server, ServerFailed, detect_device, start_server

@@ -42,6 +42,11 @@ class Job:
         shown = self.cluster.run("scontrol", "show", "job", "--oneliner", self.number).splitlines()[0]
         return dict(word.partition("=")[::2] for word in shown.split())[name]
 
+    @property
+    def state(self) -> str:
+        """Whether a signal is on its way to a running job is no matter of its state."""
+        return self.field("JobState").replace("SIGNALING", "RUNNING")
+
     def signal(self, *options: str) -> None:
         self.cluster.run("scancel", *options, self.number)
 
@@ -49,7 +54,7 @@ class Job:
         """Wait until the job is in `state`. Fails at once where it has ended in another one."""
 
         def there() -> bool:
-            now = self.field("JobState")
+            now = self.state
             assert now in (state, "PENDING", "RUNNING", "COMPLETING"), f"{now}\n{self.logs()}"
             return now == state
 
@@ -59,7 +64,7 @@ class Job:
         """Wait until so many steps are recorded."""
 
         def there() -> bool:
-            state = self.field("JobState")
+            state = self.state
             assert state in ("PENDING", "RUNNING"), f"{state}\n{self.logs()}"
             return len(self.steps()) >= count
 
@@ -71,7 +76,7 @@ class Job:
 
         def there() -> bool:
             self.cluster.run("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")
-            return self.field("JobState") == "RUNNING"
+            return self.state == "RUNNING"
 
         Deadline(f"job {self.number} to start again", WAIT_S).wait_until(there, poll_s=1.0)
 
@@ -83,7 +88,7 @@ class Job:
             return [event["text"] for event in said if event["text"].startswith(text)]
 
         def there() -> bool:
-            assert self.field("JobState") == "RUNNING", self.logs()
+            assert self.state == "RUNNING", self.logs()
             return bool(found())
 
         Deadline(f"'{text}' to be recorded", WAIT_S).wait_until(there, poll_s=0.5, detail=self.logs)
@@ -94,7 +99,7 @@ class Job:
         known = len(self.steps())
 
         def there() -> bool:
-            assert self.field("JobState") == "RUNNING", self.logs()
+            assert self.state == "RUNNING", self.logs()
             return any(step["rollout/engines"] == count for step in self.trained()[known:])
 
         Deadline(f"{count} engines of job {self.number} to serve", WAIT_S).wait_until(there, 0.5, self.logs)
