@@ -2,7 +2,7 @@
 
 import shutil
 
-import checkpoint_ranks
+import checkpointer_ranks
 import msgspec
 import pytest
 import tiny
@@ -33,7 +33,7 @@ def made(ranks, tmp_path_factory):
     path = tmp_path_factory.mktemp("made")
     tiny.write_model(path / "model", "qwen3")
     spec = local_spec(path / "whole", path / "model")
-    [(figures, error), _] = ranks.run(2, checkpoint_ranks.run_with_checkpoints, spec)
+    [(figures, error), _] = ranks.run(2, checkpointer_ranks.run_with_checkpoints, spec)
     assert error == ""
     return path, spec, figures
 
@@ -90,7 +90,7 @@ def test_c2_the_newest_of_both_tiers_is_used_and_what_is_passed_over_is_said(ran
     gone = copied(tmp_path, made, "gone")
     shutil.rmtree(gone.checkpoint.local_dir)
     specs = [whole, flipped, lost, stranger, mixed, both, gone, seeded, refusing]
-    (answers, logged), (answers_of_1, _) = ranks.run(2, checkpoint_ranks.find_load_and_listen, specs)
+    (answers, logged), (answers_of_1, _) = ranks.run(2, checkpointer_ranks.find_load_and_listen, specs)
     assert answers[:7] == answers_of_1[:7]
     assert answers[0] == (3, b"source at 3", [])
     assert answers[5] == (3, b"source at 3", []), "the local one is at hand"
@@ -113,7 +113,7 @@ def test_c2_the_newest_of_both_tiers_is_used_and_what_is_passed_over_is_said(ran
 
 def test_c3_another_layout_goes_on_from_the_shared_checkpoint(ranks, tmp_path, made):
     other = copied(tmp_path, made, "other", training={"parallel": {"data": 1}})
-    [(answers, logged)] = ranks.run(1, checkpoint_ranks.find_load_and_listen, [other])
+    [(answers, logged)] = ranks.run(1, checkpointer_ranks.find_load_and_listen, [other])
     assert answers == [(2, b"source at 2", [])]
     assert any(line.endswith("it is of another training.parallel") for line in logged)
 
@@ -133,26 +133,26 @@ def test_c2_a_run_whose_only_checkpoint_went_with_a_node_begins_anew_and_says_so
     for rank in (0, 1):
         signed_anew(upgraded, rank, **{local.FORMAT: "torch 1"})
     specs = [alone, lost, moved, upgraded]
-    [(answers, logged), _] = ranks.run(2, checkpoint_ranks.find_load_and_listen, specs)
+    [(answers, logged), _] = ranks.run(2, checkpointer_ranks.find_load_and_listen, specs)
     assert answers[:2] == [(3, b"source at 3", []), None]
     assert any("the run begins anew: it had a local checkpoint of step 3 alone" in line for line in logged)
     assert f"but checkpoint.local_dir is {tmp_path / 'elsewhere'}; set it back" in answers[2]
     assert "it was written by torch 1" in answers[3]
     assert "--fresh" in answers[3]
 
-    [(figures, error), _] = ranks.run(2, checkpoint_ranks.run_with_checkpoints, lost)
+    [(figures, error), _] = ranks.run(2, checkpointer_ranks.run_with_checkpoints, lost)
     assert error == ""
     assert not any("checkpoint/local_failed" in each for each in figures), "what was left of the first time is gone"
-    assert ranks.run(2, checkpoint_ranks.find_and_load, [lost])[0] == [(3, b"source at 3", [])]
+    assert ranks.run(2, checkpointer_ranks.find_and_load, [lost])[0] == [(3, b"source at 3", [])]
 
 
 def test_a_run_that_goes_on_without_local_checkpoints_forgets_them(ranks, tmp_path, made):
     """Injected: the spec names a directory, none, and the same again."""
     here = copied(tmp_path, made, "here")
     without = local_spec(tmp_path / "here", made[0] / "model", checkpoint={"local_dir": None})
-    ranks.run(2, checkpoint_ranks.run_to_its_end, without)
+    ranks.run(2, checkpointer_ranks.run_to_its_end, without)
     assert local.newest_checkpoint(here.run_dir / "checkpoints") == 2
-    assert ranks.run(2, checkpoint_ranks.find_and_load, [here])[0] == [(2, b"source at 2", [])]
+    assert ranks.run(2, checkpointer_ranks.find_and_load, [here])[0] == [(2, b"source at 2", [])]
 
 
 TWO_NODES = {"cluster": {"gpus_per_node": 1}, "checkpoint": {"local_copies": 2}}
@@ -163,7 +163,7 @@ def made_twice(ranks, made, tmp_path_factory):
     """As `made`, each rank on a node of its own, which has a copy of the other's part."""
     path = tmp_path_factory.mktemp("twice")
     spec = local_spec(path / "whole", made[0] / "model", **TWO_NODES)
-    [(figures, error), _] = ranks.run(2, checkpoint_ranks.run_with_checkpoints, spec)
+    [(figures, error), _] = ranks.run(2, checkpointer_ranks.run_with_checkpoints, spec)
     assert error == ""
     return made[0], spec, figures
 
@@ -181,7 +181,7 @@ def test_c2_what_a_lost_node_had_comes_from_its_copy(ranks, tmp_path, made_twice
     for spec, rank in ((flipped, 1), (crossed, 0), (crossed, 1), (both, 0)):
         flip(part(spec, rank))
     flip(part(both, 1).with_name("rank-0.pt"))
-    [(answers, logged), _] = ranks.run(2, checkpoint_ranks.find_load_and_listen, [lost, flipped, crossed, both])
+    [(answers, logged), _] = ranks.run(2, checkpointer_ranks.find_load_and_listen, [lost, flipped, crossed, both])
     assert answers[:3] == [(3, b"source at 3", [])] * 3
     assert answers[3][0] == 2
     assert "rank 1: the content of rank-0.pt has changed (digest)" in answers[3][2][0]
@@ -198,7 +198,7 @@ def test_c5_a_failed_local_checkpoint_is_counted_and_costs_no_older_one(ranks, t
     """Injected: rank 1 cannot write more than 20 kB after step 2."""
     rare = {"every_steps": 9, "on_failure": policy}
     spec = local_spec(tmp_path, made[0] / "model", checkpoint=rare)
-    for figures, error in ranks.run(2, checkpoint_ranks.run_with_checkpoints, spec, (2,)):
+    for figures, error in ranks.run(2, checkpointer_ranks.run_with_checkpoints, spec, (2,)):
         if policy == "stop":
             assert "the local checkpoint of step 2 failed (1 so far; step 1 is the newest)" in error
             assert "rank 1" in error
@@ -208,24 +208,24 @@ def test_c5_a_failed_local_checkpoint_is_counted_and_costs_no_older_one(ranks, t
     newest = 1 if policy == "stop" else 3
     for rank in (0, 1):
         assert [each.name for each in (run_root(spec) / f"rank-{rank}").iterdir()] == [f"step-{newest}"]
-    assert ranks.run(2, checkpoint_ranks.find_and_load, [spec])[1] == [(newest, f"source at {newest}".encode(), [])]
+    assert ranks.run(2, checkpointer_ranks.find_and_load, [spec])[1] == [(newest, f"source at {newest}".encode(), [])]
 
 
 @pytest.mark.parametrize(("stage", "rank"), [("part_of", 1), ("entry_of", 0), ("complete", 1), ("write_note", 0)])
 def test_c5_an_unexpected_error_on_one_rank_is_told_to_all(ranks, tmp_path, made, stage, rank):
     """Injected: a RuntimeError on one rank alone in each stage of the save of step 2."""
     spec = local_spec(tmp_path, made[0] / "model", checkpoint={"every_steps": 9, "on_failure": "stop"})
-    for _, error in ranks.run(2, checkpoint_ranks.run_with_local_fault, spec, stage, rank, deadline_s=60):
+    for _, error in ranks.run(2, checkpointer_ranks.run_with_local_fault, spec, stage, rank, deadline_s=60):
         assert "the local checkpoint of step 2 failed (1 so far; step 1 is the newest)" in error
         assert f"rank {rank}: " in error
         assert f"RuntimeError: injected into {stage}" in error
-    assert ranks.run(2, checkpoint_ranks.find_and_load, [spec])[0] == [(1, b"source at 1", [])]
+    assert ranks.run(2, checkpointer_ranks.find_and_load, [spec])[0] == [(1, b"source at 1", [])]
 
 
 def test_a_run_that_is_over_leaves_nothing_on_the_nodes(ranks, tmp_path, made):
     spec = local_spec(tmp_path, made[0] / "model")
     (spec.checkpoint.local_dir / "of-another-run").mkdir(parents=True)
-    ranks.run(2, checkpoint_ranks.run_to_its_end, spec)
+    ranks.run(2, checkpointer_ranks.run_to_its_end, spec)
     assert [each.name for each in spec.checkpoint.local_dir.iterdir()] == ["of-another-run"]
 
 
