@@ -1,7 +1,11 @@
 """What the tests of whole runs with checkpoints do on ranks: steps as the loop makes them, and where to go on from."""
 
+import errno
 import logging.handlers
+import os
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from checkpoint_ranks import Trained, limit
@@ -158,6 +162,28 @@ def _owners_of_faults(own: Trained, checkpoints: Any) -> dict[str, Any]:
         "write_preloaded_data": FileSystemWriterAsync,
         "finish": FileSystemWriterAsync,
     }
+
+
+def with_a_broken_disk(disk: Path, job: Callable[..., Any], *args: Any) -> Any:
+    """One of these functions; rank 1 has an I/O error at every look at its disk."""
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from slimerl.training.checkpoint import directory
+
+    def failing(name: str) -> Any:
+        real = getattr(directory, name)
+
+        def look(root: Any, *args: Any) -> Any:
+            if dist.get_rank() == 1 and root.is_relative_to(disk):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(root, *args)
+
+        return mock.patch.object(directory, name, look)
+
+    with failing("complete_steps"), failing("start_partial"):
+        return job(*args)
 
 
 def find_load_and_listen(specs: list[Any]) -> tuple[list[Any], list[str]]:
