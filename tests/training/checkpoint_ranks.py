@@ -57,24 +57,43 @@ class Trained:
         }
 
     def begin_local_save(self, root: Path, step: int) -> Any:
-        from slimerl.training.checkpoint.directory import Manifest
-        from slimerl.training.checkpoint.local import rank_root
-        from slimerl.training.checkpoint.local_write import LocalWrite
-
-        grid = self.built.grid
-        tree = self.state.tree(loading=False, only_own=True) | {"source": b"of the source"}
-        return LocalWrite(
-            rank_root(root, "run", grid.rank),
-            step,
-            tree,
-            grid.device,
-            lambda files: Manifest(step, step, files, {}, {}),
-        )
+        return begin_local_save(self.state, root, step, self.built.grid)
 
     def begin_save(self, root: Path, step: int) -> Any:
         from slimerl.training.checkpoint.write import Write
 
         return Write(root, step, self.state.tree(loading=False), self.built.grid.device)
+
+
+def begin_local_save(state: Any, root: Path, step: int, grid: Any) -> Any:
+    from slimerl.training.checkpoint.directory import Manifest
+    from slimerl.training.checkpoint.local import rank_root
+    from slimerl.training.checkpoint.local_write import LocalWrite
+
+    tree = state.tree(loading=False, only_own=True) | {"source": b"of the source"}
+    own = rank_root(root, "run", grid.rank)
+    return LocalWrite(own, step, tree, grid.device, lambda files: Manifest(step, step, files, {}, {}))
+
+
+def save_locally(state: Any, root: Path, step: int, grid: Any) -> None:
+    from slimerl.resilience.deadline import Deadline
+
+    begin_local_save(state, root, step, grid).finish(Deadline("the local checkpoint", 30), lambda: None)
+
+
+def load_locally(state: Any, root: Path, step: int, grid: Any, warmup_updates: int = 0) -> None:
+    from slimerl.training.checkpoint import local, local_resume
+    from slimerl.training.checkpoint.directory import read_manifest
+
+    where = local.rank_root(root, "run", grid.rank) / f"step-{step}"
+    found = local_resume.Verified(read_manifest(where))
+    assert local_resume.load(where, found, state, grid, step, warmup_updates) == b"of the source"
+
+
+def save(state: Any, root: Path, step: int, grid: Any) -> None:
+    from slimerl.training.checkpoint.write import Write
+
+    finish(Write(root, step, state.tree(loading=False), grid.device))
 
 
 def finish(write: Any, seconds: float = 30) -> None:
@@ -131,14 +150,8 @@ def save_locally_and_train_on(model: Path, root: Path, parallel: ParallelSpec, d
 
 
 def load_locally_and_train_on(model: Path, root: Path, parallel: ParallelSpec, dtype: str) -> tuple[Any, Any, Any]:
-    from slimerl.training.checkpoint import local, local_resume
-    from slimerl.training.checkpoint.directory import read_manifest
-
     own = Trained(model, parallel, dtype)
-    grid = own.built.grid
-    where = local.rank_root(root, "run", grid.rank) / "step-2"
-    found = local_resume.Verified(read_manifest(where))
-    assert local_resume.load(where, found, own.state, grid, updates=2, warmup_updates=0) == b"of the source"
+    load_locally(own.state, root, 2, own.built.grid)
     loaded = own.snapshot()
     return loaded, own.train(3, 4), own.snapshot()
 
