@@ -24,8 +24,8 @@ from slimerl.telemetry.run_log import (
     newest_step,
     read_records,
 )
-from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, unusable_names
-from slimerl.training.checkpoint.local import newest_checkpoint
+from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR
+from slimerl.training.checkpoint.local import newest_checkpoint, unusable_names
 from slimerl.training.rollout_client import RolloutClient, ServiceFailed
 
 NO_ROOM = 2**20

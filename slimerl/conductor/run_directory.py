@@ -19,8 +19,8 @@ from slimerl.telemetry.perfetto import TRACE_FILE
 from slimerl.telemetry.resources import RESOURCES_DIR
 from slimerl.telemetry.run_log import EVENTS_FILE, METRICS_FILE, exported, newest_step, read_records
 from slimerl.telemetry.trace import TRACE_DIR
-from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE, unusable_names
-from slimerl.training.checkpoint.local import newest_checkpoint
+from slimerl.training.checkpoint.directory import CHECKPOINTS_DIR, STOP_FILE
+from slimerl.training.checkpoint.local import newest_checkpoint, unusable_names
 
 LOCK = "lock"
 """Empty file that marks a directory as a run's, locked while the run lasts."""

@@ -41,9 +41,14 @@ from slimerl.training.termination import end_on_sigterm
 
 if TYPE_CHECKING:
     from slimerl.telemetry import RunLog
+    from slimerl.training.assembly import Policy
+    from slimerl.training.capabilities import Capabilities
     from slimerl.training.checkpoint.resume import Resumed
     from slimerl.training.in_process import InProcessRestarts
+    from slimerl.training.loop import Syncer, Turns
+    from slimerl.training.parallel import Grid
     from slimerl.training.rollout_client import RolloutClient
+    from slimerl.training.source import Source
 
 COLLECTIVE_MARGIN_S = 60.0
 """Other ranks wait in a collective for what rank 0 waits for; they must not give up first."""
@@ -110,33 +115,18 @@ def run_rank(spec: RunSpec, restarts: "InProcessRestarts | None" = None) -> None
     """Build everything and train. Every rank calls it. Args: `restarts`: of an attempt that may be followed by another
     one in this process."""
     with without_collections():
-        from slimerl.training import assembly, parallel
+        from slimerl.training import assembly
         from slimerl.training.capabilities import detect
         from slimerl.training.checkpoint import resume
         from slimerl.training.checkpoint.checkpointer import Checkpointer
         from slimerl.training.checkpoint.identity import identity
         from slimerl.training.clock import SilentLog
-        from slimerl.training.loop import Run, Syncer, Turns, train
-        from slimerl.training.source import Source
+        from slimerl.training.loop import Run, train
 
     capabilities = detect()
-    device = capabilities.device(int(os.environ.get("LOCAL_RANK", "0")))
-    if capabilities.cuda:
-        torch.cuda.set_device(device)
-    # between two collectives rank 0 may sync, evaluate and wait for a batch, one after the other
-    limits = spec.deadlines
-    longest_s = limits.start_s + limits.sync_s + 2 * limits.batch_s
-    again = restarts is not None and restarts.used > 0
-    if not again:
-        heartbeat.start(spec.run_dir, f"trainer-{os.environ.get('RANK', 0)}", phase_limits(limits), limits.stall_s)
-    elif spec.uses_engines and os.environ["RANK"] == "0":
-        # before any other rank looks for it
-        _connected(spec).begin_anew(spec.run_dir)
-    meeting_place = None if restarts is None else restarts.meeting_place()
-    waits_s = longest_s + COLLECTIVE_MARGIN_S
-    grid = parallel.start(spec.training.parallel, capabilities, device, waits_s, spec.seed, meeting_place)
+    grid = _grid(spec, capabilities, restarts)
     name = f"trainer-{grid.rank}"
-    if not again:
+    if restarts is None or not restarts.used:
         trace.start(spec.run_dir, name)
     if assembly.shares_gpus(spec, capabilities):
         heartbeat.enter("wait for room")
@@ -147,18 +137,7 @@ def run_rank(spec: RunSpec, restarts: "InProcessRestarts | None" = None) -> None
         policy = assembly.build_policy(spec, grid, capabilities)
     if restarts is not None:
         restarts.when_left(policy.let_go)
-    source: Source
-    syncer: Syncer
-    turns: Turns | None = None
-    if spec.uses_engines:
-        client = _connected(spec) if grid.is_leader else None
-        source, syncer = assembly.with_engines(spec, policy, client)
-        if assembly.shares_gpus(spec, capabilities):
-            syncer = turns = assembly.in_turns(spec, policy, syncer)
-        else:
-            syncer = assembly.repeated(policy, syncer, client)
-    else:
-        source, syncer = assembly.without_engines(spec, policy)
+    source, syncer, turns = _source_and_syncer(spec, policy, grid, capabilities)
     heartbeat.enter("resume")
     with trace.span("resume"):
         same_run = identity(spec)
@@ -179,6 +158,41 @@ def run_rank(spec: RunSpec, restarts: "InProcessRestarts | None" = None) -> None
     heartbeat.enter("export")
     # nobody leaves while the model is being written
     dist.barrier()
+
+
+def _grid(spec: RunSpec, capabilities: "Capabilities", restarts: "InProcessRestarts | None") -> "Grid":
+    """Where the ranks meet; of a further attempt, once the rollout role has begun anew."""
+    from slimerl.training import parallel
+
+    device = capabilities.device(int(os.environ.get("LOCAL_RANK", "0")))
+    if capabilities.cuda:
+        torch.cuda.set_device(device)
+    limits = spec.deadlines
+    if restarts is None or not restarts.used:
+        heartbeat.start(spec.run_dir, f"trainer-{os.environ.get('RANK', 0)}", phase_limits(limits), limits.stall_s)
+    elif spec.uses_engines and os.environ["RANK"] == "0":
+        # before any other rank looks for it
+        _connected(spec).begin_anew(spec.run_dir)
+    # between two collectives rank 0 may sync, evaluate and wait for a batch, one after the other
+    waits_s = limits.start_s + limits.sync_s + 2 * limits.batch_s + COLLECTIVE_MARGIN_S
+    meeting_place = None if restarts is None else restarts.meeting_place()
+    return parallel.start(spec.training.parallel, capabilities, device, waits_s, spec.seed, meeting_place)
+
+
+def _source_and_syncer(
+    spec: RunSpec, policy: "Policy", grid: "Grid", capabilities: "Capabilities"
+) -> "tuple[Source, Syncer, Turns | None]":
+    """Where samples come from and weights go to, and the turns that trainer and engines take where they share GPUs."""
+    from slimerl.training import assembly
+
+    if not spec.uses_engines:
+        return *assembly.without_engines(spec, policy), None
+    client = _connected(spec) if grid.is_leader else None
+    source, syncer = assembly.with_engines(spec, policy, client)
+    if assembly.shares_gpus(spec, capabilities):
+        turns = assembly.in_turns(spec, policy, syncer)
+        return source, turns, turns
+    return source, assembly.repeated(policy, syncer, client), None
 
 
 def _connected(spec: RunSpec) -> "RolloutClient":

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slimerl.engine.inside.mailbox import CoordinatorGone
+from slimerl.resharding.shard_sync import SyncEnded
 from slimerl.resilience import heartbeat
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.resilience.failure_kinds import FailureKind, RestartBudget
@@ -58,9 +60,9 @@ class NotTogether(RuntimeError):
 
 
 def kind_of_error(error: Exception) -> FailureKind:
-    """INFRASTRUCTURE: a collective failed or timed out, or a peer has left. An error of CUDA itself is none of these:
-    it stays with the process."""
-    of_collectives = isinstance(error, PeerFailed | dist.DistError)
+    """INFRASTRUCTURE: a collective failed or timed out, or a peer has left, also a sync that rank 0 leads. An error of
+    CUDA itself is none of these: it stays with the process."""
+    of_collectives = isinstance(error, PeerFailed | CoordinatorGone | SyncEnded | dist.DistError)
     # gloo's have no class of their own
     if of_collectives or (type(error) is RuntimeError and _OF_COLLECTIVES.search(str(error))):
         return FailureKind.INFRASTRUCTURE

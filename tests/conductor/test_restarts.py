@@ -16,7 +16,7 @@ from slimerl.spec import load_spec
 from slimerl.telemetry import read_records
 from slimerl.telemetry.run_log import RESIZED, RESTARTED
 from slimerl.training.checkpoint import local
-from slimerl.training.checkpoint.local import Note
+from slimerl.training.checkpoint.local import Note, Place
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_killed_role_makes_the_run_start_over_and_both_is_said_and_recorded(tm
 def test_a_run_that_has_a_local_checkpoint_alone_goes_on_from_it(tmp_path, failed):
     said: list[str] = []
     spec = run_of(tmp_path, steps=4)
-    local.write_note(spec.run_dir / "checkpoints", Note("run", "/disk", 3))
+    local.write_note(spec.run_dir / "checkpoints", Note("run", "/disk", Place("/run", 1), 3))
     assert RunRestarts(spec, said.append).start_over(failed(KILLED)) is False
     assert said == ["trainer was killed by SIGKILL; the run goes on after step 3 (1 of 3)"]
 

@@ -14,7 +14,7 @@ from tiny_models import make_tiny_model
 
 from slimerl.resilience.deadline import Deadline
 from slimerl.spec import load_spec
-from slimerl.training.checkpoint.local import Note, write_note
+from slimerl.training.checkpoint.local import Note, Place, write_note
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -168,8 +168,8 @@ def test_a_job_whose_run_failed_with_a_node_is_queued_again(stand_ins, state, co
         ("run", ["step-4.damaged"], False),
         ("run 1", ["step-4"], False),
         ("lr=[1e-6]*", ["step-4"], False),
-        ("run", [Note("run-1", "/dev/shm/local", 0)], True),
-        ("run", ["step-4.partial", Note("run-1", "/dev/shm/local", 3)], False),
+        ("run", [Note("run-1", "/dev/shm/local", Place("/run", 1), 0)], True),
+        ("run", ["step-4.partial", Note("run-1", "/dev/shm/local", Place("/run", 1), 3)], False),
     ],
     ids=[
         "nothing",

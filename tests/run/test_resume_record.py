@@ -14,7 +14,7 @@ from slimerl.telemetry import RunLog, read_records
 from slimerl.telemetry.progress import Tail
 from slimerl.telemetry.run_log import RESTARTED, RecordDamaged, append_event
 from slimerl.training.checkpoint import local
-from slimerl.training.checkpoint.local import Note
+from slimerl.training.checkpoint.local import Note, Place
 
 
 def spec_in(run_dir, **sections):
@@ -96,7 +96,7 @@ def test_a_run_that_ended_early_goes_on_with_its_record_its_logs_and_its_checkpo
 
 def test_a_run_with_a_local_checkpoint_alone_goes_on_and_a_fresh_start_forgets_it(tmp_path):
     earlier_run(tmp_path, checkpoint=False)
-    local.write_note(tmp_path / "checkpoints", Note("run", "/disk", 2))
+    local.write_note(tmp_path / "checkpoints", Note("run", "/disk", Place("/run", 1), 2))
     with claimed(spec_in(tmp_path), fresh=False):
         assert steps_of(tmp_path) == [0, 1, 2]
         assert local.newest_checkpoint(tmp_path / "checkpoints") == 2

@@ -1,8 +1,8 @@
 """What the checkpoint tests run on ranks: train, save while training goes on, load, train on."""
 
-import logging.handlers
 import random
-from contextlib import contextmanager, nullcontext
+import time
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,24 +57,43 @@ class Trained:
         }
 
     def begin_local_save(self, root: Path, step: int) -> Any:
-        from slimerl.training.checkpoint.directory import Manifest
-        from slimerl.training.checkpoint.local import rank_root
-        from slimerl.training.checkpoint.local_write import LocalWrite
-
-        grid = self.built.grid
-        tree = self.state.tree(loading=False, only_own=True) | {"source": b"of the source"}
-        return LocalWrite(
-            rank_root(root, "run", grid.rank),
-            step,
-            tree,
-            grid.device,
-            lambda files: Manifest(step, step, files, {}, {}),
-        )
+        return begin_local_save(self.state, root, step, self.built.grid)
 
     def begin_save(self, root: Path, step: int) -> Any:
         from slimerl.training.checkpoint.write import Write
 
         return Write(root, step, self.state.tree(loading=False), self.built.grid.device)
+
+
+def begin_local_save(state: Any, root: Path, step: int, grid: Any) -> Any:
+    from slimerl.training.checkpoint.directory import Manifest
+    from slimerl.training.checkpoint.local import rank_root
+    from slimerl.training.checkpoint.local_write import LocalWrite
+
+    tree = state.tree(loading=False, only_own=True) | {"source": b"of the source"}
+    own = rank_root(root, "run", grid.rank)
+    return LocalWrite(own, step, tree, grid.device, lambda files: Manifest(step, step, files, {}, {}))
+
+
+def save_locally(state: Any, root: Path, step: int, grid: Any) -> None:
+    from slimerl.resilience.deadline import Deadline
+
+    begin_local_save(state, root, step, grid).finish(Deadline("the local checkpoint", 30), lambda: None)
+
+
+def load_locally(state: Any, root: Path, step: int, grid: Any, warmup_updates: int = 0) -> None:
+    from slimerl.training.checkpoint import local, local_resume
+    from slimerl.training.checkpoint.directory import read_manifest
+
+    where = local.rank_root(root, "run", grid.rank) / f"step-{step}"
+    found = local_resume.Verified(read_manifest(where))
+    assert local_resume.load(where, found, state, grid, step, warmup_updates) == b"of the source"
+
+
+def save(state: Any, root: Path, step: int, grid: Any) -> None:
+    from slimerl.training.checkpoint.write import Write
+
+    finish(Write(root, step, state.tree(loading=False), grid.device))
 
 
 def finish(write: Any, seconds: float = 30) -> None:
@@ -131,16 +150,47 @@ def save_locally_and_train_on(model: Path, root: Path, parallel: ParallelSpec, d
 
 
 def load_locally_and_train_on(model: Path, root: Path, parallel: ParallelSpec, dtype: str) -> tuple[Any, Any, Any]:
-    from slimerl.training.checkpoint import local, local_resume
-    from slimerl.training.checkpoint.directory import read_manifest
-
     own = Trained(model, parallel, dtype)
-    grid = own.built.grid
-    where = local.rank_root(root, "run", grid.rank) / "step-2"
-    found = local_resume.Verified(read_manifest(where))
-    assert local_resume.load(where, found, own.state, grid, updates=2, warmup_updates=0) == b"of the source"
+    load_locally(own.state, root, 2, own.built.grid)
     loaded = own.snapshot()
     return loaded, own.train(3, 4), own.snapshot()
+
+
+def writers_left(model: Path, root: Path) -> dict[str, int]:
+    """Processes that still write once a collective of this rank has failed, just as they have begun or while it waits
+    for them, of a checkpoint of either kind."""
+    from unittest import mock
+
+    import psutil
+
+    from slimerl.resilience.deadline import Deadline
+    from slimerl.training.checkpoint import directory, local_write, write
+
+    own = Trained(model, ParallelSpec())
+    own.train(1, 2)
+    agreed = write.agreed
+
+    def broken(act: Any, what: str) -> Any:
+        answer = agreed(act, what)
+        if what == "start the writer of":
+            raise RuntimeError("gloo: closed")
+        return answer
+
+    def local(step: int) -> None:
+        own.begin_local_save(root, step).finish(Deadline("the local checkpoint", 30), lambda: None)
+
+    def shared(step: int) -> None:
+        finish(own.begin_save(root, step))
+
+    waiting = {"wait_until_ended": mock.Mock(side_effect=RuntimeError("gloo: closed"))}
+    endless = mock.patch.object(directory, "entry_of", mock.Mock(side_effect=lambda _: time.sleep(100)))
+    left = {}
+    for save, module in ((local, local_write), (shared, write)):
+        for name, faults in (("begun", {"agreed": broken}), ("waiting", waiting)):
+            with mock.patch.multiple(module, **faults), endless, suppress(RuntimeError):
+                save(len(left))
+            left[f"{save.__name__}, {name}"] = len(psutil.Process().children())
+    return left
 
 
 def load_and_train_on(
@@ -235,159 +285,6 @@ def save_with_limit(model: Path, root: Path, parallel: ParallelSpec, which: int,
     return error, after_failure, sorted(path.name for path in root.iterdir())
 
 
-def run_with_checkpoints(spec: Any, limited_steps: tuple[int, ...] = ()) -> tuple[list[dict[str, float]], str]:
-    """Three steps as the loop makes them; in `limited_steps` rank 1 can write no large file.
-
-    Returns the figures after each step and after the end, and the error that ended it.
-    """
-    import resource
-
-    from slimerl.training.checkpoint.checkpointer import Checkpointer
-    from slimerl.training.checkpoint.identity import identity
-    from slimerl.training.checkpoint.write import SaveFailed
-
-    own = Trained(spec.model.path, spec.training.parallel)
-    rank, step = own.built.grid.rank, 0
-    checkpoints = Checkpointer(spec, own.state, own.built.grid, lambda: f"source at {step}".encode(), identity(spec))
-    figures = []
-    try:
-        for step in range(1, 4):
-            own.train(step, step)
-            checkpoints.trained(step)
-            limited = limit(resource.RLIMIT_FSIZE, 20_000) if rank == 1 and step in limited_steps else nullcontext()
-            with limited:
-                checkpoints.after_step(step)
-            figures.append(checkpoints.take_figures())
-        checkpoints.close()
-    except SaveFailed as failure:
-        return figures, str(failure)
-    return [*figures, checkpoints.take_figures()], ""
-
-
-def run_with_local_fault(spec: Any, stage: str, on_rank: int) -> tuple[list[dict[str, float]], str]:
-    """As `run_with_checkpoints`; on one rank the save of step 2 raises RuntimeError in that function."""
-    from unittest import mock
-
-    import torch.distributed as dist
-
-    from slimerl.training.checkpoint import directory, local, local_tier, local_write
-
-    owner = {"part_of": local_write, "write_note": local}.get(stage, directory)
-    real, begin, first = getattr(owner, stage), local_tier.LocalTier.begin, [True]
-
-    def raising(*args: Any) -> Any:
-        if not first[0] and dist.get_rank() == on_rank:
-            raise RuntimeError(f"injected into {stage}")
-        return real(*args)
-
-    def from_second_on(self: Any, step: int, source: bytes) -> None:
-        first[0] = step < 2
-        begin(self, step, source)
-
-    with mock.patch.object(owner, stage, raising), mock.patch.object(local_tier.LocalTier, "begin", from_second_on):
-        return run_with_checkpoints(spec)
-
-
-def run_to_its_end(spec: Any) -> None:
-    from slimerl.training.checkpoint.checkpointer import Checkpointer
-    from slimerl.training.checkpoint.identity import identity
-
-    own = Trained(spec.model.path, spec.training.parallel)
-    checkpoints = Checkpointer(spec, own.state, own.built.grid, lambda: b"", identity(spec))
-    own.train(1, 1)
-    checkpoints.trained(1)
-    checkpoints.after_step(1)
-    checkpoints.close()
-    if spec.checkpoint.local_dir is not None:
-        assert any(spec.checkpoint.local_dir.rglob(f"rank-{own.built.grid.rank}.pt"))
-    checkpoints.remove_local()
-
-
-def run_while_the_data_changes(spec: Any) -> None:
-    """As `run_with_checkpoints`; the data is another one once the run has begun."""
-    from unittest import mock
-
-    from slimerl.training.checkpoint import checkpointer
-
-    real = checkpointer.Checkpointer.trained
-
-    def trained(self: Any, step: int) -> None:
-        if self.grid.is_first:
-            spec.data.train_path.write_text(f"other rows at step {step}")
-        real(self, step)
-
-    with mock.patch.object(checkpointer.Checkpointer, "trained", trained):
-        run_with_checkpoints(spec)
-
-
-def run_with_faults(spec: Any, faults: list[tuple[str, int]]) -> tuple[list[str], dict[str, float]]:
-    """One checkpoint per fault, which raises RuntimeError on one rank, and one without a fault after them.
-
-    Args:
-        faults: the function that raises, and on which rank.
-
-    Returns:
-        What was said of each (on the first rank), and the figures at the end.
-    """
-    from unittest import mock
-
-    from slimerl.training.checkpoint import checkpointer
-    from slimerl.training.checkpoint.identity import identity
-
-    own = Trained(spec.model.path, spec.training.parallel)
-    own.train(1, 1)
-    rank, said = own.built.grid.rank, logging.handlers.BufferingHandler(1000)
-    checkpoints = checkpointer.Checkpointer(spec, own.state, own.built.grid, lambda: b"", identity(spec))
-    owners = _owners_of_faults(own, checkpoints)
-    checkpointer.logger.addHandler(said)
-    try:
-        for step, (name, on_rank) in enumerate(faults, start=1):
-            injected = mock.patch.object(owners[name], name, _raising(owners[name], name))
-            with injected if rank == on_rank else nullcontext():
-                checkpoints.trained(step)
-                checkpoints.after_step(step)
-                checkpoints.close()
-        checkpoints.trained(len(faults) + 1)
-        checkpoints.after_step(len(faults) + 1)
-        checkpoints.close()
-    finally:
-        checkpointer.logger.removeHandler(said)
-    return [record.getMessage() for record in said.buffer if record.levelname == "ERROR"], checkpoints.take_figures()
-
-
-def _raising(owner: Any, name: str) -> Any:
-    real = getattr(owner, name)
-
-    def raising(*args: Any, **kwargs: Any) -> None:
-        if name == "sharded_state_dict":
-            # after what it gathers: nobody can leave in the middle of that alone
-            real(*args, **kwargs)
-        raise RuntimeError(f"injected into {name}")
-
-    return raising
-
-
-def _owners_of_faults(own: Trained, checkpoints: Any) -> dict[str, Any]:
-    """Where memory, disk or a bug may stop a rank, in the order in which a checkpoint comes there."""
-    from megatron.core.dist_checkpointing import state_dict_utils, validation
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    from slimerl.training.checkpoint import plan
-
-    return {
-        "source_state": checkpoints,
-        "sharded_state_dict": own.state.optimizer,
-        "extract_nonpersistent": state_dict_utils,
-        "_validate_sharding_for_key": validation,
-        "mcore_to_pyt_state_dict": plan,
-        "prepare_local_plan": FileSystemWriterAsync,
-        "prepare_write_data": FileSystemWriterAsync,
-        "preload_tensors": FileSystemWriterAsync,
-        "write_preloaded_data": FileSystemWriterAsync,
-        "finish": FileSystemWriterAsync,
-    }
-
-
 def clipped_norm(model: Path, root: Path, limit: float) -> float:
     """Norm of the gradient that Adam is given after a load under `clip_grad_norm: limit`, from its first moments."""
     own = Trained(model, ParallelSpec())
@@ -404,34 +301,3 @@ def clipped_norm(model: Path, root: Path, limit: float) -> float:
         for old, new in zip(before, after, strict=True)
     ]
     return float(torch.cat([each.flatten() for each in gradients]).norm())
-
-
-def find_load_and_listen(specs: list[Any]) -> tuple[list[Any], list[str]]:
-    """As `find_and_load`, and what was logged meanwhile."""
-    from slimerl.training.checkpoint import resume
-
-    heard = logging.handlers.BufferingHandler(1000)
-    resume.logger.addHandler(heard)
-    try:
-        answers = find_and_load(specs)
-    finally:
-        resume.logger.removeHandler(heard)
-    return answers, [record.getMessage() for record in heard.buffer]
-
-
-def find_and_load(specs: list[Any]) -> list[Any]:
-    """For each spec the step, the source's state and what was rejected, or the error."""
-    from slimerl.training.checkpoint import resume
-    from slimerl.training.checkpoint.content import ResumeError
-    from slimerl.training.checkpoint.identity import identity
-
-    own = Trained(specs[0].model.path, specs[0].training.parallel)
-    answers: list[Any] = []
-    for spec in specs:
-        try:
-            found = resume.find(spec, own.built.grid, identity(spec))
-            source = None if found is None else resume.load(found, own.state, spec, own.built.grid)
-            answers.append(found and (found.step, source, list(found.rejected)))
-        except ResumeError as error:
-            answers.append(str(error))
-    return answers

@@ -3,6 +3,9 @@
 import subprocess
 import sys
 
+import checkpoint_ranks
+import tiny
+
 STUCK_CHILDREN = """
 import os, sys, time
 from pathlib import Path
@@ -54,3 +57,10 @@ def test_c5_a_trainer_with_many_open_files_writes_its_checkpoints(tmp_path):
     """Injected: descriptors beyond the 1,024 that `select` takes."""
     subprocess.run([sys.executable, "-c", MANY_FILES, str(tmp_path)], timeout=100, check=True)
     assert (tmp_path / "written").read_text() == "all"
+
+
+def test_no_writer_outlives_a_collective_that_fails(ranks, tmp_path):
+    """Injected: in a rank that lives on, and may write the same checkpoint once more."""
+    tiny.write_model(tmp_path / "model", "qwen3")
+    [left] = ranks.run(1, checkpoint_ranks.writers_left, tmp_path / "model", tmp_path / "root")
+    assert left == {"local, begun": 0, "local, waiting": 0, "shared, begun": 0, "shared, waiting": 0}

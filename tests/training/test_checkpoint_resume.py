@@ -4,6 +4,7 @@ import os
 import shutil
 
 import checkpoint_ranks
+import checkpointer_ranks
 import pytest
 import tiny
 import xxhash
@@ -41,7 +42,7 @@ def made(ranks, tmp_path_factory):
     path = tmp_path_factory.mktemp("made")
     tiny.write_model(path / "model", "qwen3")
     spec = run_spec(path / "whole", path / "model")
-    [(figures, error), _] = ranks.run(2, checkpoint_ranks.run_with_checkpoints, spec)
+    [(figures, error), _] = ranks.run(2, checkpointer_ranks.run_with_checkpoints, spec)
     assert error == ""
     return path, spec, figures
 
@@ -86,7 +87,7 @@ def test_c2_the_newest_whole_one_is_used_and_a_run_never_begins_anew_by_itself(r
     shutil.copytree(renamed.run_dir / "checkpoints" / "step-2", renamed.run_dir / "checkpoints" / "step-3")
 
     specs = [whole, newest, torn, both, seeded, refusing, other_data, none, renamed]
-    (answers, logged), (answers_of_1, _) = ranks.run(2, checkpoint_ranks.find_load_and_listen, specs)
+    (answers, logged), (answers_of_1, _) = ranks.run(2, checkpointer_ranks.find_load_and_listen, specs)
     assert answers == answers_of_1
     assert answers[0] == (3, b"source at 3", [])
     step, source, [rejected] = answers[1]
@@ -114,7 +115,7 @@ def test_c2_a_run_whose_checkpoints_cannot_be_used_does_not_begin_anew(ranks, tm
     shutil.rmtree(aside.run_dir / "checkpoints" / "step-2")
     (aside.run_dir / "checkpoints" / "step-3").rename(aside.run_dir / "checkpoints" / "step-3.damaged")
     (linked.run_dir / "checkpoints" / "step-4").symlink_to(tmp_path / "nowhere")
-    [(answers, logged), _] = ranks.run(2, checkpoint_ranks.find_load_and_listen, [aside, linked])
+    [(answers, logged), _] = ranks.run(2, checkpointer_ranks.find_load_and_listen, [aside, linked])
     assert "no checkpoint that can be used, only step-3.damaged" in answers[0]
     assert "--fresh" in answers[0]
     assert answers[1] == (3, b"source at 3", [])
@@ -125,7 +126,7 @@ def test_c2_a_run_whose_checkpoints_cannot_be_used_does_not_begin_anew(ranks, tm
 def test_c5_a_failed_checkpoint_is_counted_and_the_run_goes_on_or_stops_as_the_spec_says(ranks, tmp_path, made, policy):
     """Injected: rank 1 cannot write more than 20 kB after step 2."""
     spec = run_spec(tmp_path, made[0] / "model", checkpoint={"on_failure": policy})
-    for figures, error in ranks.run(2, checkpoint_ranks.run_with_checkpoints, spec, (2,)):
+    for figures, error in ranks.run(2, checkpointer_ranks.run_with_checkpoints, spec, (2,)):
         if policy == "stop":
             assert "the checkpoint of step 2 failed (1 so far; step 1 is the newest)" in error
             assert "rank 1" in error
@@ -154,7 +155,7 @@ def test_c5_an_unexpected_error_on_one_rank_is_told_to_all_and_follows_the_spec(
     """Injected: a RuntimeError on one rank alone in each stage of a save; the other must neither hang nor go on."""
     spec = run_spec(tmp_path, made[0] / "model", checkpoint={"on_failure": "warn"})
     faults = [(name, rank) for name, on_ranks in FAULTS.items() for rank in on_ranks]
-    (said, figures), (_, figures_of_1) = ranks.run(2, checkpoint_ranks.run_with_faults, spec, faults, deadline_s=120)
+    (said, figures), (_, figures_of_1) = ranks.run(2, checkpointer_ranks.run_with_faults, spec, faults, deadline_s=120)
     assert len(said) == len(faults)
     for step, ((name, rank), message) in enumerate(zip(faults, said, strict=True), start=1):
         assert f"the checkpoint of step {step} failed ({step} so far; there is none yet)" in message
@@ -191,7 +192,7 @@ def test_c4_what_a_load_would_ignore_is_refused_by_its_name(ranks, tmp_path, mad
     refused += [run_spec(base / "whole", tmp_path / "model")]
     shorter = run_spec(base / "whole", base / "model", training={"steps": 2})
     free = with_optimizer(clip_grad_norm=0.5)
-    answers = ranks.run(2, checkpoint_ranks.find_and_load, [written, free, shorter, *refused])[0]
+    answers = ranks.run(2, checkpointer_ranks.find_and_load, [written, free, shorter, *refused])[0]
     assert answers[:2] == [(3, b"source at 3", [])] * 2
     assert "is of step 3, but training.steps = 2; raise it to 3 or more" in answers[2]
     said = [*CHANGES, "model.dtype was fp32, is bf16", "digest of model.path's config.json was"]
@@ -204,7 +205,7 @@ def test_what_a_checkpoint_says_of_its_run_is_what_the_run_began_with(ranks, tmp
     """Injected: the file of the data changes after the first step."""
     spec = run_spec(tmp_path, made[0] / "model")
     began_with = spec.data.train_path.read_bytes()
-    ranks.run(2, checkpoint_ranks.run_while_the_data_changes, spec)
+    ranks.run(2, checkpointer_ranks.run_while_the_data_changes, spec)
     digest = xxhash.xxh3_128_hexdigest(began_with)
     assert spec.data.train_path.read_bytes() != began_with
     assert [manifest_of(spec, step).identity["digest of data.train_path"] for step in (2, 3)] == [digest] * 2
@@ -223,11 +224,11 @@ def test_c5_a_disk_without_space_costs_no_older_checkpoint(ranks, tmp_path, made
     if os.system(f"{mount} 2>/dev/null"):
         pytest.skip("this process may not mount")
     try:
-        for figures, error in ranks.run(2, checkpoint_ranks.run_with_checkpoints, spec):
+        for figures, error in ranks.run(2, checkpointer_ranks.run_with_checkpoints, spec):
             assert error == ""
             assert figures[-1]["checkpoint/failed"] == 2
         assert names(spec) == ["step-1"]
-        assert ranks.run(2, checkpoint_ranks.find_and_load, [spec])[0] == [(1, b"source at 1", [])]
+        assert ranks.run(2, checkpointer_ranks.find_and_load, [spec])[0] == [(1, b"source at 1", [])]
     finally:
         os.system(f"umount {spec.run_dir / 'checkpoints'}")
 
@@ -240,7 +241,7 @@ def test_a_stop_waits_for_the_step_whose_checkpoint_needs_no_reference_model(ran
     spec = run_spec(tmp_path / "refreshed", model, algorithm=refreshed, checkpoint={"every_steps": 100, "keep_last": 9})
     spec.run_dir.mkdir()
     (spec.run_dir / directory.STOP_FILE).touch()
-    for _, error in ranks.run(2, checkpoint_ranks.run_with_checkpoints, spec):
+    for _, error in ranks.run(2, checkpointer_ranks.run_with_checkpoints, spec):
         assert error == ""
     assert names(spec) == ["step-2"]
     assert not (spec.run_dir / directory.STOP_FILE).exists(), "the request is answered"

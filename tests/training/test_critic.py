@@ -139,10 +139,13 @@ def test_both_models_move_as_plain_autograd_in_float64_moves_them(ranks, models)
     assert figures[-1]["critic/clip_fraction"] > 0
 
 
+@pytest.mark.parametrize("near", [False, True], ids=["shared", "local"])
 @pytest.mark.parametrize(("parallel", "saved_after"), [(ParallelSpec(data=2), 1), (ParallelSpec(tensor=2), 2)])
-def test_c1_policy_and_critic_come_back_bit_for_bit_also_from_a_warm_up(ranks, tmp_path, models, parallel, saved_after):
+def test_c1_policy_and_critic_come_back_bit_for_bit_also_from_a_warm_up(
+    ranks, tmp_path, models, parallel, saved_after, near
+):
     """Injected: a checkpoint while the critic alone is trained, and one behind that."""
-    found = ranks.run(2, value_ranks.critic_resumed, models, tmp_path, parallel, 1, saved_after)
+    found = ranks.run(2, value_ranks.critic_resumed, models, tmp_path, parallel, 1, saved_after, near)
     for (saved, after, figures), (loaded, after_again, figures_again) in found:
         for then, now in ((saved, loaded), (after, after_again)):
             assert all(torch.equal(then[name][key], now[name][key]) for name in then for key in then[name])

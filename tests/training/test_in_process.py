@@ -11,6 +11,8 @@ from dismantled_ranks import left_of_a_dismantled_model
 from tiny_models import make_tiny_model
 from tiny_run import write_spec
 
+from slimerl.engine.inside.mailbox import CoordinatorGone
+from slimerl.resharding.shard_sync import SyncEnded
 from slimerl.resilience.deadline import Deadline, DeadlineExceeded
 from slimerl.resilience.failure_kinds import FailureKind
 from slimerl.spec import load_spec
@@ -108,6 +110,8 @@ def name_of(link: socket.socket) -> str:
     [
         (PeerFailed("another rank has failed"), FailureKind.INFRASTRUCTURE),
         (dist.DistNetworkError("reset"), FailureKind.INFRASTRUCTURE),
+        (CoordinatorGone("Failed to recv, got 0 bytes"), FailureKind.INFRASTRUCTURE),
+        (SyncEnded("the update to version 3 was not finished"), FailureKind.INFRASTRUCTURE),
         (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] closed"), FailureKind.INFRASTRUCTURE),
         (RuntimeError("NCCL error: remote process exited"), FailureKind.INFRASTRUCTURE),
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), FailureKind.PROGRAM),

@@ -110,12 +110,14 @@ def scores_and_export(model: Path, out: Path, parallel: ParallelSpec) -> list[li
     return [values[batch.sequence == each].tolist() for each in range(batch.sequences)]
 
 
-def critic_resumed(models: Models, root: Path, parallel: ParallelSpec, warmup: int, saved_after: int) -> list[Any]:
-    """(weights at a checkpoint and after one more step), and the same once another process has loaded it."""
+def critic_resumed(
+    models: Models, root: Path, parallel: ParallelSpec, warmup: int, saved_after: int, near: bool
+) -> list[Any]:
+    """(weights at a checkpoint and after one more step), and the same once another process has loaded it. Args: `near`:
+    a local checkpoint."""
     import checkpoint_ranks
 
     from slimerl.training.checkpoint.content import TrainedState
-    from slimerl.training.checkpoint.write import Write
     from slimerl.training.fused_adam import begin_state
 
     algorithm = PPO.model_copy(update={"value_warmup_steps": warmup})
@@ -134,10 +136,14 @@ def critic_resumed(models: Models, root: Path, parallel: ParallelSpec, warmup: i
     for step in steps[:-1]:
         one.trainer.step(one.packs(step))
     saved = one.weights()
-    checkpoint_ranks.finish(Write(root, saved_after, state.tree(loading=False), grid.device))
+    (checkpoint_ranks.save_locally if near else checkpoint_ranks.save)(state, root, saved_after, grid)
     figures = one.trainer.step(one.packs(steps[-1]))
     other, state = fresh()
-    state.load(root / f"step-{saved_after}", saved_after, True, min(saved_after, warmup))
+    warmed = min(saved_after, warmup)
+    if near:
+        checkpoint_ranks.load_locally(state, root, saved_after, grid, warmed)
+    else:
+        state.load(root / f"step-{saved_after}", saved_after, True, warmed)
     loaded = other.weights()
     figures_again = other.trainer.step(other.packs(steps[-1]))
     return [(saved, one.weights(), figures), (loaded, other.weights(), figures_again)]

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from slimerl.training.model import unwrapped
 
@@ -72,6 +73,9 @@ class TrainedState:
             for name, chunk in zip(model_names(self.chunks), self.chunks, strict=True)
         }
         tree[_OPTIMIZER] = self.optimizer.sharded_state_dict(tree, metadata=metadata, is_loading=loading)
+        if only_own:
+            # these are named by their place in this rank's buffers, and so alike in both models
+            add_prefix_for_sharding(tree[_OPTIMIZER], prefix)
         if not loading:
             tree[_SCHEDULE] = self.schedule.state_dict()
         return tree

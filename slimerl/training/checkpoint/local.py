@@ -5,7 +5,8 @@
         rank-11.pt                               a copy of what rank 11 has, which runs on another node
     RUN_DIR/checkpoints/local.json               the note: whose parts count, and the newest step of them
 
-PLACE is of the run directory, START is drawn where a run begins, also anew: no run takes or removes another's parts.
+PLACE is of the run directory, START is drawn where a run begins, also anew, or goes on from the shared storage: no run
+takes or removes another's parts, and those of ranks that a node has no more go.
 Invariant: the parts of a step are used together or not at all, and only those of one save: a run that did a step twice
 may have left parts of both times.
 """
@@ -35,20 +36,44 @@ _LONGEST = 100
 """Characters of the run's name; a file system takes 255."""
 
 
+class Place(msgspec.Struct, frozen=True):
+    """Of a run directory."""
+
+    path: str
+    inode: int
+
+    @staticmethod
+    def of(run_dir: Path) -> "Place":
+        """Raises OSError."""
+        return Place(str(run_dir.resolve()), run_dir.stat().st_ino)
+
+    def is_of(self, other: "Place") -> bool:
+        """One that was moved, or is mounted anew, keeps one of both; a copy has neither."""
+        return self.path == other.path or self.inode == other.inode
+
+
 class Note(msgspec.Struct, frozen=True):
-    """`run`: the directory's name in `local_dir`; `step`: the newest that was whole; 0: none yet."""
+    """`run`: the directory's name in `local_dir`; `place`: of the run directory; `step`: the newest that was whole; 0:
+    none yet."""
 
     run: str
     local_dir: str
+    place: Place
     step: int = 0
 
 
 def read_note(root: Path) -> Note | None:
-    """Of a run's directory of checkpoints; None: there is none, or it is not what was written."""
+    """Of a run's directory of checkpoints; None: there is none, or it is not what was written. Raises OSError."""
     try:
         return msgspec.json.decode((root / NOTE).read_bytes(), type=Note)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
+
+
+def unusable_names(root: Path) -> list[str]:
+    """Those of `directory.unusable_names`, and the note where it is not what was written. Raises OSError."""
+    spoilt = [NOTE] if (root / NOTE).exists() and read_note(root) is None else []
+    return directory.unusable_names(root) + spoilt
 
 
 def write_note(root: Path, note: Note) -> None:
@@ -61,8 +86,7 @@ def write_note(root: Path, note: Note) -> None:
 
 def forget(root: Path) -> None:
     """The run goes on without local ones: those on the nodes become older than what it does. Raises OSError."""
-    if read_note(root) is not None:
-        (root / NOTE).unlink()
+    (root / NOTE).unlink(missing_ok=True)
 
 
 def newest_checkpoint(root: Path) -> int | None:
@@ -72,10 +96,10 @@ def newest_checkpoint(root: Path) -> int | None:
     return max([*directory.complete_steps(root)[:1], *noted], default=None)
 
 
-def new_run(name: str, run_dir: Path) -> str:
-    """The name of the directory of a run that begins. Raises OSError."""
-    place = xxhash.xxh3_64_hexdigest(f"{run_dir.stat().st_ino} {run_dir.resolve()}".encode())
-    return f"{name[:_LONGEST]}-{place}.{os.urandom(8).hex()}"
+def new_run(name: str, place: Place) -> str:
+    """The name of the directory of a run that begins. Args: `place`: of its run directory."""
+    digest = xxhash.xxh3_64_hexdigest(f"{place.inode} {place.path}".encode())
+    return f"{name[:_LONGEST]}-{digest}.{os.urandom(8).hex()}"
 
 
 def rank_root(local_dir: Path, run: str, rank: int) -> Path:
@@ -109,7 +133,11 @@ class Offers:
 def offered(root: Path, run: str, layout: Mapping[str, Any], form: str) -> Offers:
     """What lies in the directory of one rank; nothing is digested yet."""
     found, damaged, unfit = [], [], []
-    for step in directory.complete_steps(root):
+    try:
+        steps = directory.complete_steps(root)
+    except OSError as error:
+        return Offers(damaged=(f"{root}: {error.strerror}",))
+    for step in steps:
         where = directory.complete_path(root, step)
         try:
             manifest = directory.read_manifest(where)
@@ -158,10 +186,11 @@ def remove_newer(root: Path, step: int) -> None:
 
 
 def remove_strangers(local_dir: Path, run: str) -> None:
-    """What earlier starts of the run directory left, which nobody will ask for."""
-    for each in local_dir.glob(f"{run.rpartition('.')[0]}.*"):
-        if each.name != run:
-            shutil.rmtree(each, ignore_errors=True)
+    """What earlier starts of the run directory left, which nobody will ask for, as far as that can be done now."""
+    with contextlib.suppress(OSError):
+        for each in local_dir.glob(f"{run.rpartition('.')[0]}.*"):
+            if each.name != run:
+                shutil.rmtree(each, ignore_errors=True)
 
 
 def remove_all(root: Path) -> None:

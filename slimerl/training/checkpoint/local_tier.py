@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from slimerl.resilience.deadline import Deadline
 from slimerl.spec import RunSpec
 from slimerl.training.checkpoint import directory, local
 from slimerl.training.checkpoint.content import TrainedState
 from slimerl.training.checkpoint.directory import Entry, Manifest
-from slimerl.training.checkpoint.local import Note
+from slimerl.training.checkpoint.local import Note, Place
 from slimerl.training.checkpoint.local_copies import Copies
 from slimerl.training.checkpoint.local_write import FORM, LocalWrite
 from slimerl.training.checkpoint.write import agreed, ranks_agree_on
@@ -48,8 +50,9 @@ class LocalTier:
         self._note: Note = ranks_agree_on(noted)
         self._root = local.rank_root(spec.checkpoint.local_dir, self._note.run, grid.rank)
         local.remove_strangers(spec.checkpoint.local_dir, self._note.run)
-        # the run is about to do these steps anew
-        agreed(partial(local.remove_newer, self._root, last_step), "make room for")
+        if last_step:
+            # the run is about to do these steps anew
+            agreed(partial(local.remove_newer, self._root, last_step), "make room for")
         self._copies = Copies(spec) if spec.checkpoint.local_copies > 1 else None
         self._writing: LocalWrite | None = None
 
@@ -90,7 +93,7 @@ class LocalTier:
         if write is None:
             return {}
         deadline = Deadline(f"the local checkpoint of step {write.step}", self._spec.deadlines.checkpoint_s)
-        note = Note(self._note.run, self._note.local_dir, write.step)
+        note = msgspec.structs.replace(self._note, step=write.step)
         seconds = write.finish(deadline, partial(local.write_note, self._notes, note))
         self._note = note
         try:
@@ -115,11 +118,10 @@ class LocalTier:
 
 
 def _noted(spec: RunSpec, root: Path, last_step: int) -> Note:
-    """The note of this start; of a run that has one of this local_dir, the same directory. Raises OSError."""
+    """The note of this start; of a run that goes on from a local one, the same directory. Raises OSError."""
     spec.run_dir.mkdir(parents=True, exist_ok=True)
-    before, local_dir = local.read_note(root), str(spec.checkpoint.local_dir)
-    goes_on = before is not None and before.local_dir == local_dir
-    run = before.run if before is not None and goes_on else local.new_run(spec.name, spec.run_dir)
-    note = Note(run, local_dir, last_step)
+    place, before = Place.of(spec.run_dir), local.read_note(root) if last_step else None
+    run = before.run if before is not None else local.new_run(spec.name, place)
+    note = Note(run, str(spec.checkpoint.local_dir), place, last_step)
     local.write_note(root, note)
     return note

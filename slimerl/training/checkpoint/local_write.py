@@ -65,9 +65,12 @@ class LocalWrite:
             agreed(lambda: directory.start_partial(root, step), "start")
             part = agreed(lambda: part_of(tree), "prepare")
             parts = agreed(lambda: _on_host(part, device, copies), "copy")
-            self._child = agreed(lambda: Child(lambda: self._write(parts)), "start the writer of")
+            agreed(lambda: self._start_child(parts), "start the writer of")
         except SaveFailed:
             self.abandon()
+            raise
+        except BaseException:
+            self.kill()
             raise
 
     def done(self) -> bool:
@@ -96,6 +99,9 @@ class LocalWrite:
         except SaveFailed:
             self.abandon()
             raise
+        except BaseException:
+            self.kill()
+            raise
         return time.monotonic() - self._begun
 
     def abandon(self) -> None:
@@ -105,9 +111,12 @@ class LocalWrite:
         shutil.rmtree(directory.complete_path(self._root, self.step), ignore_errors=True)
 
     def kill(self) -> None:
-        """End this rank's writer."""
+        """End this rank's writer: whoever goes on in this process may write the same checkpoint."""
         if self._child is not None:
             self._child.kill()
+
+    def _start_child(self, parts: Mapping[int, MCoreTensorAwareStateDict]) -> None:
+        self._child = Child(lambda: self._write(parts))
 
     def _write(self, parts: Mapping[int, MCoreTensorAwareStateDict]) -> None:
         """In the child: the parts, flushed and read back for their digests, and the manifest."""

@@ -19,7 +19,7 @@ from slimerl.training.checkpoint.checkpointer import SOURCE_FILE, checkpoint_roo
 from slimerl.training.checkpoint.content import ResumeError, TrainedState
 from slimerl.training.checkpoint.directory import Damaged, Manifest
 from slimerl.training.checkpoint.identity import changes
-from slimerl.training.checkpoint.local import Note
+from slimerl.training.checkpoint.local import Note, Place
 from slimerl.training.checkpoint.local_resume import Near, Verified
 from slimerl.training.checkpoint.write import ranks_agree_on
 from slimerl.training.parallel import Grid
@@ -75,13 +75,14 @@ def find(spec: RunSpec, grid: Grid, identity: Mapping[str, Any]) -> Resumed | No
         ResumeError: there are checkpoints, but none can be used, the spec says not to, or is of fewer steps.
     """
     root = checkpoint_root(spec)
-    seen = (directory.complete_steps(root), directory.partial_names(root), directory.unusable_names(root))
-    steps, partial, unusable, note = ranks_agree_on((*seen, local.read_note(root)))
+    steps, partial, unusable, note, against = ranks_agree_on(_seen(spec, root) if grid.is_first else None)
     if partial and grid.is_first:
         logger.warning("%s: passed over, as they were never completed: %s", root, ", ".join(partial))
     if unusable and grid.is_first:
         logger.error("%s: passed over, as they are no checkpoints that can be used: %s", root, ", ".join(unusable))
-    near = _near(spec, grid, note)
+    if against and grid.is_first and note.step > max(steps, default=0):
+        logger.error("the local checkpoint of step %d is passed over: %s", note.step, against)
+    near = _near(spec, grid, note) if note is not None and not against else None
     saves = near.saves if near is not None else []
     if (steps or saves) and spec.checkpoint.resume == "never":
         raise ResumeError(f"{root} holds checkpoints, but checkpoint.resume is never; start anew with --fresh")
@@ -96,17 +97,31 @@ def find(spec: RunSpec, grid: Grid, identity: Mapping[str, Any]) -> Resumed | No
         rejected.append(fault)
         if grid.is_first:
             logger.error("checkpoint of %s is damaged and not used: %s", root, fault)
-    _refuse_to_begin_anew(spec, root, steps, unusable, rejected, note, near)
+    _refuse_to_begin_anew(root, steps, unusable, rejected, note, near, against)
     if note is not None and note.step and grid.is_first:
         lost = "; ".join(rejected) or "nothing of it is on the nodes"
         logger.error("the run begins anew: it had a local checkpoint of step %d alone, and %s", note.step, lost)
     return None
 
 
-def _near(spec: RunSpec, grid: Grid, note: Note | None) -> Near | None:
-    """What the nodes hold of the run, told where it cannot be used; None: it keeps no local checkpoints there."""
-    if note is None or note.local_dir != str(spec.checkpoint.local_dir):
-        return None
+def _seen(spec: RunSpec, root: Path) -> tuple[list[int], list[str], list[str], Note | None, str]:
+    """Complete, partial and unusable checkpoints of the run directory, the note, and what is against its use."""
+    note = local.read_note(root)
+    against = _against(note, spec) if note is not None else ""
+    return directory.complete_steps(root), directory.partial_names(root), local.unusable_names(root), note, against
+
+
+def _against(note: Note, spec: RunSpec) -> str:
+    """Why the run has no part in the local checkpoints that the note is of; empty: it has."""
+    if note.local_dir != str(spec.checkpoint.local_dir):
+        return f"it is in {note.local_dir}, but checkpoint.local_dir is {spec.checkpoint.local_dir}"
+    if not note.place.is_of(Place.of(spec.run_dir)):
+        return f"it is of the run in {note.place.path}, of which this is a copy"
+    return ""
+
+
+def _near(spec: RunSpec, grid: Grid, note: Note) -> Near:
+    """What the nodes hold of the run, told where it cannot be used."""
     near = local_resume.look(spec, grid, note.run)
     for fault in near.passed_over if grid.is_first else ():
         logger.error("a local checkpoint is passed over: %s", fault)
@@ -133,13 +148,13 @@ def _tried(root: Path, step: int, save: str | None, near: Near | None, grid: Gri
 
 
 def _refuse_to_begin_anew(
-    spec: RunSpec,
     root: Path,
     steps: Sequence[int],
     unusable: Sequence[str],
     rejected: Sequence[str],
     note: Note | None,
     near: Near | None,
+    against: str,
 ) -> None:
     """Raises ResumeError: something may be brought back, or be used with other settings."""
     anew = "or start anew with --fresh"
@@ -154,12 +169,9 @@ def _refuse_to_begin_anew(
         )
     if note is None or not note.step:
         return
-    if near is None:
-        raise ResumeError(
-            f"the only checkpoint of the run is a local one in {note.local_dir}, but checkpoint.local_dir is "
-            f"{spec.checkpoint.local_dir}; set it back, {anew}"
-        )
-    if near.unfit:
+    if against:
+        raise ResumeError(f"the only checkpoint of the run is a local one: {against}; set it back, {anew}")
+    if near is not None and near.unfit:
         raise ResumeError(
             f"the only checkpoint of the run is a local one, which cannot be used: {directory.described(near.unfit)}. "
             f"Set it back, {anew}"

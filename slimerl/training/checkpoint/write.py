@@ -66,6 +66,9 @@ class Write:
         except SaveFailed:
             self.abandon()
             raise
+        except BaseException:
+            self.kill()
+            raise
 
     def done(self) -> bool:
         """Have all ranks written their part?"""
@@ -93,6 +96,9 @@ class Write:
         except SaveFailed:
             self.abandon()
             raise
+        except BaseException:
+            self.kill()
+            raise
         return time.monotonic() - self._begun
 
     def abandon(self) -> None:
@@ -103,7 +109,7 @@ class Write:
             directory.remove_partial(self._root, self.step)
 
     def kill(self) -> None:
-        """End this rank's writer."""
+        """End this rank's writer: whoever goes on in this process may write the same checkpoint."""
         if self._child is not None:
             self._child.kill()
 
