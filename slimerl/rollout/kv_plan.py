@@ -28,15 +28,21 @@ class Plan(msgspec.Struct, frozen=True):
     """The query's; of one that names none, sessions that open with the same prompt are siblings."""
 
 
-def plan_of(query: Query, session: Session | None, memory: Memory, index: PrefixIndex, version: int) -> Plan:
-    """`version`: of the weights that engines serve."""
+def plan_of(
+    query: Query, session: Session | None, memory: Memory, index: PrefixIndex, version: int, at: int | None = None
+) -> Plan:
+    """
+    Args:
+        version: of the weights that engines serve.
+        at: the slot that has been chosen: `cached` is asked of no other.
+    """
     if query.tokens is None:
         return Plan(query, 0, [], {}, query.group)
     prompt = len(query.tokens)
     group = memory.group(query.group) if session is None and query.group else None
     known = session.keys if session is not None else group.keys if group is not None else ()
     keys = hash_blocks(query.tokens, known)
-    found = index.match(version, keys)
+    found = index.match(version, keys) if at is None else {at: index.depth(at, version, keys)}
     cached = {slot: blocks * BLOCK_TOKENS for slot, blocks in found.items()}
     if session is not None and session.seat is not None and session.version == version:
         # The engine has the answer's tokens too, unless the index says that the prompt went meanwhile.

@@ -173,7 +173,7 @@ class KvRouter:
         session = self._memory.session(query.session)
         plan = self._plan
         if plan is None or plan.query is not query:
-            plan = self._plan_of(query, session)
+            plan = self._plan_of(query, session, seat.slot)
         self._plan = None
         expected = query.expected_new_tokens
         cached = min(plan.cached.get(seat.slot, 0), plan.prompt)
@@ -342,8 +342,8 @@ class KvRouter:
         """Siblings of a group per engine."""
         return -(-self.siblings // (SPREAD_WHEN_SATURATED if self._saturated() else 1))
 
-    def _plan_of(self, query: Query, session: Session | None) -> Plan:
-        return plan_of(query, session, self._memory, self._index, self.version)
+    def _plan_of(self, query: Query, session: Session | None, at: int | None = None) -> Plan:
+        return plan_of(query, session, self._memory, self._index, self.version, at)
 
     # --- states
 

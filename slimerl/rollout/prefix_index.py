@@ -14,13 +14,16 @@ over the prompt's blocks. Example, with blocks of two tokens::
 
 Invariants: nothing is found under another version than it was inserted under; an engine never holds more than
 `blocks_per_engine` blocks, its least recently used prefixes go first, and of a prefix the end goes before the start
-(as in the engine's own cache), so that what is left is still a prefix; a slot that was dropped holds nothing.
+(as in the engine's own cache), so that what is left is still a prefix; a slot that was dropped holds nothing. So a
+prompt that goes on from one that is held costs what is new of it: how much is held is found by halving, and the blocks
+of one prompt are as recent as its end.
 The index is advice: a wrong entry costs a prefill, never a wrong token.
 """
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby, repeat
 from struct import Struct
@@ -87,6 +90,29 @@ def _agrees(ids: tuple[int, ...] | memoryview, known: Sequence[int], count: int)
     return True
 
 
+@dataclass(slots=True)
+class _Holding:
+    """What a slot holds: a tree of blocks, and the prompts that end in it."""
+
+    bound: int
+    """Blocks at most."""
+    blocks: dict[int, int] = field(default_factory=dict)
+    """Key → blocks that are held and come next behind it."""
+    ends: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Last blocks of prompts, the least recently used first. What only goes on from another one is in its place."""
+
+    def depth(self, keys: Sequence[int]) -> int:
+        """Leading blocks that are held."""
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            if keys[middle] in self.blocks:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
 class PrefixIndex:
     """See the module's docstring. Engines are small integers ("slots") that the caller hands out and may reuse."""
 
@@ -94,9 +120,10 @@ class PrefixIndex:
         self._version = version
         self._holders: dict[int, int] = {}
         """Block key → bit mask of the slots that hold it."""
-        self._recent: dict[int, OrderedDict[int, None]] = {}
-        """Per slot: its block keys, least recently used first."""
-        self._bounds: dict[int, int] = {}
+        self._before: dict[int, int] = {}
+        """Key of each of these blocks → key of the block before it; 0: it is the first."""
+        self._held: dict[int, _Holding] = {}
+        """By slot."""
         self._everyone = 0
 
     @property
@@ -107,42 +134,72 @@ class PrefixIndex:
     def add(self, slot: int, blocks_per_engine: int) -> None:
         """An engine that holds nothing yet, of room for `blocks_per_engine` blocks."""
         self.drop(slot)
-        self._recent[slot] = OrderedDict()
-        self._bounds[slot] = blocks_per_engine
+        self._held[slot] = _Holding(blocks_per_engine)
         self._everyone |= 1 << slot
 
     def drop(self, slot: int) -> None:
         """The engine is gone, or its cache is empty for another reason; unknown slots are let pass."""
-        held = self._recent.pop(slot, None)
+        held = self._held.pop(slot, None)
         if held is None:
             return
         self._everyone &= ~(1 << slot)
-        for key in held:
+        for key in held.blocks:
             self._forget(key, slot)
 
     def renew(self, version: int) -> None:
         """All KV is of older weights from now on: engines stay, and hold nothing."""
         self._version = version
         self._holders.clear()
-        for held in self._recent.values():
-            held.clear()
+        self._before.clear()
+        for held in self._held.values():
+            held.blocks.clear()
+            held.ends.clear()
 
     def insert(self, slot: int, version: int, keys: Sequence[int]) -> None:
         """A prompt was sent to an engine: it holds these blocks, and used them last. Ignored for another version."""
-        held = self._recent.get(slot)
+        held = self._held.get(slot)
         if held is None or version != self._version:
             return
-        bit = 1 << slot
-        holders = self._holders
-        # From the end to the start: a prefix stays longer than what continues it.
-        for key in reversed(keys[: self._bounds[slot]]):
-            if key in held:
-                held.move_to_end(key)
-            else:
-                held[key] = None
-                holders[key] = holders.get(key, 0) | bit
-        while len(held) > self._bounds[slot]:
-            self._forget(held.popitem(last=False)[0], slot)
+        if len(keys) > held.bound:
+            keys = keys[: held.bound]
+        if not keys:
+            return
+        bit, blocks, holders = 1 << slot, held.blocks, self._holders
+        known = held.depth(keys)
+        before, new = keys[known - 1] if known else 0, keys[known:]
+        held.ends.pop(before, None)
+        held.ends[keys[-1]] = None
+        if known and new:
+            blocks[before] += 1
+        for key in new:
+            holders[key] = holders.get(key, 0) | bit
+        self._before.update(zip(new, (before, *new), strict=False))
+        blocks.update(dict.fromkeys(new, 1))
+        if new:
+            blocks[keys[-1]] = 0
+        while len(blocks) > held.bound:
+            self._shorten_oldest(slot, held)
+
+    def _shorten_oldest(self, slot: int, held: _Holding) -> None:
+        """As far as need be: take the end off that the prompt which was used the longest ago shares with no other."""
+        blocks = held.blocks
+        key, _ = held.ends.popitem(last=False)
+        while key and not blocks[key] and key not in held.ends:
+            if len(blocks) <= held.bound:
+                held.ends[key] = None
+                held.ends.move_to_end(key, last=False)
+                return
+            before = self._before[key]
+            del blocks[key]
+            self._forget(key, slot)
+            if before:
+                blocks[before] -= 1
+            key = before
+
+    def depth(self, slot: int, version: int, keys: Sequence[int]) -> int:
+        """Leading blocks that one slot holds; as `match`, without a walk over them."""
+        held = self._held.get(slot) if version == self._version else None
+        return held.depth(keys) if held is not None else 0
 
     def match(self, version: int, keys: Sequence[int]) -> dict[int, int]:
         """Slot → leading blocks that it holds, without the slots that hold none."""
@@ -163,18 +220,19 @@ class PrefixIndex:
 
     def blocks(self, slot: int) -> int:
         """Blocks that a slot holds."""
-        return len(self._recent.get(slot, ()))
+        held = self._held.get(slot)
+        return len(held.blocks) if held is not None else 0
 
     def __len__(self) -> int:
         """Blocks held, each counted once for every slot that holds it: what the memory grows with."""
-        return sum(len(held) for held in self._recent.values())
+        return sum(len(held.blocks) for held in self._held.values())
 
     def _forget(self, key: int, slot: int) -> None:
         left = self._holders[key] & ~(1 << slot)
         if left:
             self._holders[key] = left
         else:
-            del self._holders[key]
+            del self._holders[key], self._before[key]
 
 
 def _note(found: dict[int, int], mask: int, depth: int) -> None:

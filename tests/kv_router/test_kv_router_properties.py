@@ -133,8 +133,8 @@ class RouterOnTrial(RuleBasedStateMachine):
         index = self.router._index
         for name, seat in self.router._seats.items():
             keys = {key for tokens in self.sent[name] for key in hash_blocks(tokens)}
-            assert set(index._recent[seat.slot]) <= keys
-        assert set(index._recent) == {seat.slot for seat in self.router._seats.values()}
+            assert set(index._held[seat.slot].blocks) <= keys
+        assert set(index._held) == {seat.slot for seat in self.router._seats.values()}
 
     @invariant()
     def memory_is_bounded(self) -> None:

@@ -83,13 +83,19 @@ class IndexAgainstBruteForce(RuleBasedStateMachine):
     @rule(tokens=prompts, behind=st.integers(0, 1))
     def a_prompt_is_looked_up(self, tokens: tuple[int, ...], behind: int) -> None:
         version = self.index.version - behind
-        assert self.index.match(version, hash_blocks(tokens)) == self.reference.match(version, tokens)
+        found = self.reference.match(version, tokens)
+        assert self.index.match(version, hash_blocks(tokens)) == found
+        assert {slot: self.index.depth(slot, version, hash_blocks(tokens)) for slot in SLOTS} == {
+            slot: found.get(slot, 0) for slot in SLOTS
+        }
 
     @invariant()
     def memory_is_bounded_and_nothing_is_left_behind(self) -> None:
         assert all(self.index.blocks(slot) <= BOUND for slot in SLOTS)
         assert len(self.index) == sum(len(held) for held in self.reference.held.values())
         assert sum(mask.bit_count() for mask in self.index._holders.values()) == len(self.index)
+        assert self.index._before.keys() == self.index._holders.keys()
+        assert all(held.ends.keys() <= held.blocks.keys() for held in self.index._held.values())
 
 
 TestIndexAgainstBruteForce = IndexAgainstBruteForce.TestCase
@@ -137,6 +143,24 @@ def test_only_new_tokens_are_hashed() -> None:
     known = hash_blocks(history)
     hash_blocks(Counting(history + prompt(500, 501)), known)
     assert Counting.cut == (4 + 2) * BLOCK_TOKENS  # the witnesses, and what is new
+
+
+def test_a_prompt_that_goes_on_costs_what_is_new_of_it() -> None:
+    class Counting(list):  # counts the keys that are looked at
+        seen = 0
+
+        def __getitem__(self, key):  # type: ignore[no-untyped-def]
+            found = super().__getitem__(key)
+            Counting.seen += len(found) if isinstance(key, slice) else 1
+            return found
+
+    index = PrefixIndex(version=0)
+    index.add(0, 10_000)
+    history = prompt(*range(1, 1001))
+    index.insert(0, 0, hash_blocks(history))
+    index.insert(0, 0, Counting(hash_blocks(history + prompt(2000, 2001))))
+    assert Counting.seen < 20  # of 1,002: those that halving looks at, and those that are new
+    assert index.blocks(0) == 1002
 
 
 def test_a_shared_start_outlives_the_ends_of_the_prompts_that_share_it() -> None:
