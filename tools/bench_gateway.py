@@ -8,6 +8,7 @@ a process of its own; its CPU time is what the operating system counted. Rows:
 
     bare handler     aiohttp with uvloop reads a body and answers with one of the same size as an engine's
     pass-through     the same, and hands the body on to an engine and its answer back
+    raw pass-through the same without a web framework, bodies unread: what sockets take
     generate         the gateway, whole: SGLang's /generate with ids, keyed by session
     chat             the gateway, whole: chat completions, with template and tokenizer
     chat, streamed   the same for clients that read along: engines send each token by itself
@@ -116,7 +117,7 @@ def main() -> None:
             cpu = [each for each, _ in found]
             wait = statistics.median(each for _, each in found)
             print(
-                f"{row:<16}{min(cpu):>8.0f}{statistics.median(cpu):>8.0f}    answered after {wait:.1f} ms", flush=True
+                f"{row:<18}{min(cpu):>8.0f}{statistics.median(cpu):>8.0f}    answered after {wait:.1f} ms", flush=True
             )
 
 

@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 import uvloop
 from aiohttp import web
+from bench_passthrough import serve_raw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slimerl.engine.protocol import SamplingParams
@@ -44,7 +45,8 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ROWS = ("bare handler", "pass-through", "generate", "chat", "chat, streamed")
+RAW = "raw pass-through"
+ROWS = ("bare handler", "pass-through", RAW, "generate", "chat", "chat, streamed")
 
 
 def model_text(model: str) -> ModelText:
@@ -130,8 +132,12 @@ def main() -> None:
     parser.add_argument("--model", default="", help="directory of a tokenizer with a chat template")
     parser.add_argument("--new", type=int, default=32, help="tokens of the bare handler's reply")
     options = parser.parse_args()
-    plain = options.row in ROWS[:2]
-    uvloop.run(serve_plain(options.urls, options.new) if plain else serve_gateway(options.model, options.urls))
+    if options.row == RAW:
+        uvloop.run(serve_raw(options.urls))
+    elif options.row in ROWS[:2]:
+        uvloop.run(serve_plain(options.urls, options.new))
+    else:
+        uvloop.run(serve_gateway(options.model, options.urls))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@
 Mock engines run in another process (bench_router_mock.py). Each peer is installed into a virtual environment of its own
 under --cache, never into this one. CPU time is what the operating system counted for the router's processes; ratios are
 of rows of one run. `gateway` is slimerl's, whole: keyed by session, sent ids, recording every turn; the peers are sent
-text, which they route by. `direct` rows need no router: the client chooses, by round robin or by the KV-aware router
-in process; their time is that of the decisions alone.
+text, which they route by. `raw pass-through` reads nothing and chooses nothing: its time is that of the sockets.
+`direct` rows need no router: the client chooses; their time is that of the decisions alone.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from zlib import crc32
 import aiohttp
 import msgspec
 import psutil
-from bench_gateway_server import KEY, VOCABULARY, server
+from bench_gateway_server import KEY, RAW, VOCABULARY, server
 from bench_goals import Goal, judged
 
 from slimerl.resilience.deadline import Deadline
@@ -357,8 +357,8 @@ def _targets(
     """By name, each to be started."""
 
     @contextmanager
-    def gateway() -> Iterator[Target]:
-        with server("generate", urls) as (url, pid):
+    def own(row: str) -> Iterator[Target]:
+        with server(row, urls) as (url, pid):
             yield Target(url, pid, key=KEY)
 
     @contextmanager
@@ -372,7 +372,8 @@ def _targets(
     ]
     if options.url:
         return [*direct, (options.url, lambda: nullcontext(Target(options.url, options.pid, key=options.key)))]
-    return [*direct, (GATEWAY, gateway), *((one.name, partial(peer, one)) for one in PEERS)]
+    served = [(GATEWAY, partial(own, "generate")), (RAW, partial(own, RAW))]
+    return [*direct, *served, *((one.name, partial(peer, one)) for one in PEERS)]
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:

@@ -54,7 +54,9 @@ def test_the_bench_prints_decisions_per_second() -> None:
 
 
 def test_the_bench_over_http_measures_engines_in_another_process() -> None:
-    out = run("bench_router_http.py", "--only", "direct", "--concurrency", "64", "--time-scale", "0.001")
+    rows = ("direct", "raw pass-through")
+    out = run("bench_router_http.py", "--only", *rows, "--concurrency", "64", "--time-scale", "0.001")
     rates = {name: float(hit) for name, hit in re.findall(r"direct, ([\w -]+?) +64 +[\d.]+ +([\d.]+)", out)}
     assert rates["KV-aware"] >= 0.99
     assert rates["round robin"] < 0.95
+    assert re.search(r"raw pass-through +64 +0\.\d+ +0\.\d+ +192\.\.192 +1\.000 +\d+ ", out)
