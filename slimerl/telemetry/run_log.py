@@ -117,6 +117,12 @@ def newest_step(run_dir: Path) -> int:
     return max((record["step"] for record in _read_steps(run_dir / METRICS_FILE)), default=-1)
 
 
+def is_evaluated(run_dir: Path, step: int) -> bool:
+    """Have the weights after a step figures of their evaluation? Raises RecordDamaged."""
+    of_step = [record for record in _read_steps(run_dir / METRICS_FILE) if record["step"] == step]
+    return any(name.startswith("eval/") for record in of_step for name in record)
+
+
 def _read_steps(path: Path) -> list[dict[str, Any]]:
     """Records that each belong to a step. Raises RecordDamaged."""
     records = read_records(path)

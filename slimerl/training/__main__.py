@@ -33,6 +33,7 @@ from slimerl.samples.rows import DataError
 from slimerl.spec import RunSpec, SpecError, load_spec
 from slimerl.telemetry import trace
 from slimerl.telemetry.resources import ResourceMeter, collect
+from slimerl.telemetry.run_log import is_evaluated
 from slimerl.training.gpu_environment import set_gpu_environment
 from slimerl.training.in_process_faults import in_process_faults
 from slimerl.training.memory import keep_freed_memory
@@ -120,6 +121,7 @@ def run_rank(spec: RunSpec, restarts: "InProcessRestarts | None" = None) -> None
         from slimerl.training.checkpoint import resume
         from slimerl.training.checkpoint.checkpointer import Checkpointer
         from slimerl.training.checkpoint.identity import identity
+        from slimerl.training.checkpoint.write import ranks_agree_on
         from slimerl.training.clock import SilentLog
         from slimerl.training.loop import Run, train
 
@@ -153,7 +155,9 @@ def run_rank(spec: RunSpec, restarts: "InProcessRestarts | None" = None) -> None
         compare = assembly.rank_comparison(policy)
         if restarts is not None:
             restarts.when_left(checkpoints.give_up)
-        train(Run(spec, policy.trainer, source, syncer, log, export, resources, checkpoints, done, turns, compare))
+        evaluated = ranks_agree_on(is_evaluated(spec.run_dir, done) if grid.is_first else None)
+        ends = (log, export, resources, checkpoints)
+        train(Run(spec, policy.trainer, source, syncer, *ends, done, turns, compare, evaluated))
         checkpoints.remove_local()
     heartbeat.enter("export")
     # nobody leaves while the model is being written

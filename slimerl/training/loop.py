@@ -112,6 +112,8 @@ class Run:
     turns: Turns | None = None
     """None: trainer and engines have memory of their own."""
     compare_ranks: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda _figures: {}
+    evaluated: bool = False
+    """The weights that it begins with; the figures are recorded."""
 
 
 def train(run: Run) -> None:
@@ -236,15 +238,16 @@ class _BackgroundEvaluation:
     """One at a time, from the sync of its weights to the next, or, with engines of its own, as long as it takes until
     the next evaluation; its figures are a record of their own, of the step whose weights they are of.
 
-    A run that goes on after a step whose evaluation may not have come to its end begins it again; one of an earlier
-    step that was under way when a run broke off is lost.
+    A run that goes on after a step whose evaluation is not recorded begins it again; one of an earlier step that was
+    under way when a run broke off is lost.
     """
 
     def __init__(self, run: Run, clock: StepClock) -> None:
         self._run, self._clock = run, clock
         self._step: int | None = None
         self._apart = run.spec.evaluation.engines > 0
-        if (self._apart or run.done_steps > 0) and run.spec.evaluation.is_due(run.done_steps, run.spec.training.steps):
+        wanted = (self._apart or run.done_steps > 0) and not run.evaluated
+        if wanted and run.spec.evaluation.is_due(run.done_steps, run.spec.training.steps):
             self.begin(run.done_steps)
 
     def begin(self, step: int) -> bool:

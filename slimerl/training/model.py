@@ -134,7 +134,11 @@ def wrap_for_training(
 def dismantle(chunks: Sequence[torch.nn.Module]) -> None:
     """Of what `wrap_for_training` made: it can do nothing more, and all of it goes with the last reference. As it was
     it never would: autograd's nodes hold the wrapper through hooks that Python's collector does not see, the wrapper
-    holds the optimizer, and that the nodes."""
+    holds the optimizer, and that the nodes. Rotary modules, and through them a process group, are held by the cache of
+    what they have answered, which is their class's."""
+    for module in [module for chunk in chunks for module in chunk.modules()]:
+        if forget := getattr(type(module).forward, "cache_clear", None):
+            forget()
     for chunk in chunks:
         vars(chunk).clear()
 

@@ -19,13 +19,13 @@ RECORDER = Path(__file__).parent / "recorder"
 STEPS = 4
 
 
-def supervised(directory: Path) -> Path:
+def supervised(directory: Path, restarts: int = 2) -> Path:
     return write_spec(
         directory,
         algorithm={"name": "sft"},
         training={"steps": STEPS, "optimizer": {"lr": 1e-3, "min_lr": 1e-5, "warmup_steps": 2, "decay": "linear"}},
         checkpoint={"every_steps": 3, "local_every_steps": 1, "local_dir": str(directory / "disk")},
-        resilience={"in_process_restarts": 2},
+        resilience={"in_process_restarts": restarts},
     )
 
 
@@ -74,6 +74,19 @@ def test_ranks_begin_anew_in_their_processes_and_train_the_same(tmp_path):
     pids = {json.loads(path.read_text().splitlines()[0])["pid"] for path in (tmp_path / "broken/run/trace").iterdir()}
     assert len(pids) == 2, "the processes are those of the beginning"
     assert alarms(whole) == []
+
+
+@pytest.mark.timeout(200)
+def test_a_rank_that_has_begun_anew_often_holds_no_more_than_one_that_did_so_once(tmp_path, monkeypatch):
+    """Injected: a collective fails in step 3, and then each time that step 2 is done anew."""
+    spec, held = supervised(tmp_path, restarts=5), tmp_path / "held"
+    monkeypatch.setenv("SLIMERL_TEST_HELD", str(held))
+    done = train(spec, ",".join(f"collective:{training}" for training in range(3, 8)))
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert len(alarms(spec)) == 5
+    threads_and_descriptors = held.read_text().splitlines()
+    assert len(threads_and_descriptors) == 2 + 5 + 3, "steps 1, 2; the first of each attempt that fails; the rest"
+    assert len(set(threads_and_descriptors[3:8])) == 1, threads_and_descriptors
 
 
 @pytest.mark.timeout(200)

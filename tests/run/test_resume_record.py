@@ -12,7 +12,7 @@ from slimerl.conductor.run_directory import RunDirectoryTaken, claimed, clear
 from slimerl.spec.load import dump_spec, spec_from_tree
 from slimerl.telemetry import RunLog, read_records
 from slimerl.telemetry.progress import Tail
-from slimerl.telemetry.run_log import RESTARTED, RecordDamaged, append_event
+from slimerl.telemetry.run_log import RESTARTED, RecordDamaged, append_event, is_evaluated
 from slimerl.training.checkpoint import local
 from slimerl.training.checkpoint.local import Note, Place
 
@@ -50,6 +50,13 @@ def test_c1_steps_after_the_checkpoint_are_recorded_once(tmp_path):
         file.write('{"step": 5, "tra')
     record(tmp_path, 3, 4, 5, after_step=2)
     assert steps_of(tmp_path) == [0, 1, 2, 3, 4, 5]
+
+
+def test_it_is_known_whether_the_evaluation_of_a_step_is_recorded(tmp_path):
+    record(tmp_path, 0, 1, 2)
+    with RunLog(tmp_path) as log:
+        log.metrics(1, {"eval/seconds": 1.0})
+    assert [is_evaluated(tmp_path, step) for step in range(4)] == [False, True, False, False]
 
 
 def test_c1_the_board_forgets_the_steps_that_are_done_again(tmp_path):

@@ -183,6 +183,21 @@ def test_a_copy_of_a_run_directory_leaves_the_local_checkpoints_to_the_run_that_
     assert {path: path.stat().st_mtime_ns for path in run_root(run).rglob("*")} == before
 
 
+def test_a_moved_run_that_goes_on_from_its_shared_checkpoint_leaves_nothing_on_the_nodes(ranks, tmp_path, made):
+    """Injected: a run directory that was moved, and one that was copied, whose parts are of the run that has them."""
+    run, other = copied(tmp_path, made, "run"), copied(tmp_path, made, "other")
+    moved, copy = (
+        local_spec(tmp_path / f"{name}-2", made[0] / "model", disk.checkpoint.local_dir)
+        for name, disk in (("run", run), ("other", other))
+    )
+    run.run_dir.rename(moved.run_dir)
+    shutil.copytree(other.run_dir, copy.run_dir)
+    for spec in (moved, copy):
+        ranks.run(2, checkpointer_ranks.run_to_its_end, spec)
+    assert list(moved.checkpoint.local_dir.iterdir()) == []
+    assert list(copy.checkpoint.local_dir.iterdir()) == [run_root(other)]
+
+
 def test_c2_a_note_that_is_not_what_was_written_is_said_and_no_reason_to_begin_anew(ranks, tmp_path, made):
     """Injected: an empty note, with a shared checkpoint and without."""
     torn, alone = copied(tmp_path, made, "torn"), without_shared(tmp_path, made, "alone")

@@ -88,7 +88,7 @@ class FailingCheckpoints:
             raise SaveFailed("no space")
 
 
-def run_loop(spec: RunSpec, checkpoints=None):
+def run_loop(spec: RunSpec, checkpoints=None, begun=()):
     import megatron_patches
 
     megatron_patches.apply()
@@ -107,6 +107,7 @@ def run_loop(spec: RunSpec, checkpoints=None):
     log = RecordingLog(events)
     source = RolloutSource(spec, grid, policy.algorithm, policy.batching, client)
     run = Run(spec, policy.trainer, source, RecordingSyncer(events), log, lambda: policy.export(spec.export_dir))
+    run = replace(run, **dict(begun))
     train(run if checkpoints is None else replace(run, checkpoints=checkpoints))
     return events, log.records
 
@@ -163,6 +164,18 @@ def test_an_evaluation_in_the_background_ends_before_its_weights_are_replaced(ra
     assert [step for step, _ in records] == [0, 1, 1, 2], "its figures are a record of their own, of its step"
     assert records[2][1] == pytest.approx({**records[2][1], "eval/accuracy": 0.25, "eval/set/pass_at_1": 0.5})
     assert not any(name.startswith("eval/") for name in records[1][1])
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_run_that_goes_on_makes_an_evaluation_that_is_not_recorded_and_no_other_again(ranks, tmp_path, evaluated):
+    tiny.write_model(tmp_path / "model", "qwen3")
+    spec = run_spec(tmp_path, ParallelSpec())
+    evaluation = spec.evaluation.model_copy(update={"background": True, "every_steps": 1})
+    spec = spec.model_copy(update={"evaluation": evaluation})
+    with ControlService(spec.run_dir, STEPS) as service:
+        [(_, records)] = ranks.run(1, run_loop, spec, None, {"done_steps": 1, "evaluated": evaluated})
+    assert service.of("/evaluate") == ([2] if evaluated else [1, 2])
+    assert [step for step, _ in records] == ([2] if evaluated else [1, 2])
 
 
 def with_engines_that_evaluate(spec: RunSpec, every_steps: int) -> RunSpec:

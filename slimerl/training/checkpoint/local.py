@@ -185,11 +185,15 @@ def remove_newer(root: Path, step: int) -> None:
             shutil.rmtree(directory.complete_path(root, each))
 
 
-def remove_strangers(local_dir: Path, run: str) -> None:
-    """What earlier starts of the run directory left, which nobody will ask for, as far as that can be done now."""
+def remove_strangers(local_dir: Path, run: str, before: str = "") -> None:
+    """What earlier starts of the run directory left, which nobody will ask for, as far as that can be done now.
+
+    Args: `before`: the run of the start before, of another name than `run` where the run directory was moved since.
+    """
+    starts = {each.rpartition(".")[0] for each in (run, before) if each}
     with contextlib.suppress(OSError):
-        for each in local_dir.glob(f"{run.rpartition('.')[0]}.*"):
-            if each.name != run:
+        for each in local_dir.iterdir():
+            if each.name != run and each.name.rpartition(".")[0] in starts:
                 shutil.rmtree(each, ignore_errors=True)
 
 

@@ -47,9 +47,10 @@ class LocalTier:
         self._spec, self._state, self._grid, self._identity = spec, state, grid, identity
         self._notes = spec.run_dir / directory.CHECKPOINTS_DIR
         noted = agreed(lambda: _noted(spec, self._notes, last_step) if grid.is_first else None, "note the place of")
-        self._note: Note = ranks_agree_on(noted)
+        self._note: Note
+        self._note, before = ranks_agree_on(noted)
         self._root = local.rank_root(spec.checkpoint.local_dir, self._note.run, grid.rank)
-        local.remove_strangers(spec.checkpoint.local_dir, self._note.run)
+        local.remove_strangers(spec.checkpoint.local_dir, self._note.run, before)
         if last_step:
             # the run is about to do these steps anew
             agreed(partial(local.remove_newer, self._root, last_step), "make room for")
@@ -117,11 +118,12 @@ class LocalTier:
         return Manifest(step, step, files, layout, self._identity | own)
 
 
-def _noted(spec: RunSpec, root: Path, last_step: int) -> Note:
-    """The note of this start; of a run that goes on from a local one, the same directory. Raises OSError."""
+def _noted(spec: RunSpec, root: Path, last_step: int) -> tuple[Note, str]:
+    """The note of this start, of a run that goes on from a local one with the same directory; and that of the start
+    before, empty where the run directory is a copy. Raises OSError."""
     spec.run_dir.mkdir(parents=True, exist_ok=True)
-    place, before = Place.of(spec.run_dir), local.read_note(root) if last_step else None
-    run = before.run if before is not None else local.new_run(spec.name, place)
+    place, before = Place.of(spec.run_dir), local.read_note(root)
+    run = before.run if last_step and before is not None else local.new_run(spec.name, place)
     note = Note(run, str(spec.checkpoint.local_dir), place, last_step)
     local.write_note(root, note)
-    return note
+    return note, before.run if before is not None and before.place.is_of(place) else ""
