@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -155,6 +156,11 @@ def test_c2_a_link_that_leads_nowhere_is_told_among_what_cannot_be_used(tmp_path
     (tmp_path / "step-9.partial").mkdir()
     assert directory.complete_steps(tmp_path) == [0]
     assert directory.unusable_names(tmp_path) == ["step-6", "step-7", "step-8.damaged"]
+
+
+def test_c5_a_full_disk_is_told_with_the_file_that_it_has_no_room_for():
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        directory.write_flushed(Path("/dev/full"), b"x")
 
 
 def test_older_ones_go_once_a_newer_one_is_complete(tmp_path):

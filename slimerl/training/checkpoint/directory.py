@@ -203,9 +203,14 @@ def remove_older(root: Path, newest: int, keep_last: int) -> list[int]:
 
 def write_flushed(path: Path, data: bytes) -> None:
     """Write a file and wait until it is on the disk. Raises OSError."""
-    with path.open("wb") as file:
-        file.write(data)
-        flush(file)
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            flush(file)
+    except OSError as error:
+        # that of a full disk does not say which file it was
+        error.filename = str(path)
+        raise
 
 
 def flush(file: BinaryIO) -> None:

@@ -259,9 +259,16 @@ def _run_and_leave(work: Callable[[], None], error: int, parent: int) -> None:
             work()
             code = 0
     except BaseException as fault:  # noqa: BLE001 - there is nobody above; the trainer is told
-        os.write(error, f"{type(fault).__name__}: {fault}".encode()[:_ERROR_BYTES])
+        told = _told_of_files(fault)
+        os.write(error, f"{type(told).__name__}: {told}".encode()[:_ERROR_BYTES])
     finally:
         os._exit(code)
+
+
+def _told_of_files(fault: BaseException) -> BaseException:
+    """What the file system said; torch's writer covers it with a position in the file that it did not expect."""
+    behind = fault.__context__
+    return behind if isinstance(fault, RuntimeError) and isinstance(behind, OSError) else fault
 
 
 def _write_buckets(buckets: list[Any], transforms: Any, outcome_file: Path) -> None:
