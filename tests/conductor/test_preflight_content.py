@@ -115,7 +115,7 @@ def test_s3_an_index_that_names_no_files_is_one_line(home):
 
 
 def test_fine_tuning_is_checked_without_megatron_and_its_warnings(home):
-    program = "import sys; import slimerl.conductor.preflight; print(*sorted(sys.modules))"
+    program = "import sys; import slimerl.conductor.preflight.whole; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert "slimerl.training.sft_rows" in loaded.stdout.split()
     assert not [name for name in loaded.stdout.split() if name.partition(".")[0] == "megatron"]

@@ -86,7 +86,9 @@ def write_note(root: Path, note: Note) -> None:
 
 def forget(root: Path) -> None:
     """The run goes on without local ones: those on the nodes become older than what it does. Raises OSError."""
-    (root / NOTE).unlink(missing_ok=True)
+    # no directory has no note
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        (root / NOTE).unlink()
 
 
 def newest_checkpoint(root: Path) -> int | None:

@@ -28,13 +28,13 @@ from slimerl.resilience.deadline import Deadline
 from slimerl.training.checkpoint import directory, local
 from slimerl.training.checkpoint.directory import Entry, Manifest
 from slimerl.training.checkpoint.local_copies import Copies
-from slimerl.training.checkpoint.write import Child, SaveFailed, agreed, all_ended, wait_until_ended
+from slimerl.training.checkpoint.write import Child, Writing, agreed, wait_until_ended
 
 FORM = f"torch {torch.__version__}, megatron-core {megatron.core.__version__}"
 """What pickled a part: another version may not read it, or not as it was meant."""
 
 
-class LocalWrite:
+class LocalWrite(Writing):
     """One local checkpoint under way. Every method is called on every rank."""
 
     def __init__(
@@ -57,25 +57,13 @@ class LocalWrite:
         Raises:
             SaveFailed
         """
-        self.step, self._root, self._device = step, root, device
+        super().__init__(root, step, device)
         self._manifest = manifest
-        self._child: Child | None = None
-        self._begun = time.monotonic()
-        try:
+        with self._given_up_on_failure():
             agreed(lambda: directory.start_partial(root, step), "start")
             part = agreed(lambda: part_of(tree), "prepare")
             parts = agreed(lambda: _on_host(part, device, copies), "copy")
             agreed(lambda: self._start_child(parts), "start the writer of")
-        except SaveFailed:
-            self.abandon()
-            raise
-        except BaseException:
-            self.kill()
-            raise
-
-    def done(self) -> bool:
-        """Have all ranks written their part?"""
-        return all_ended(self._child, self._device)
 
     def finish(self, deadline: Deadline, noted: Callable[[], None]) -> float:
         """Wait until all have written, then make it a checkpoint.
@@ -91,29 +79,17 @@ class LocalWrite:
         """
         child = self._child
         assert child is not None
-        try:
+        with self._given_up_on_failure():
             wait_until_ended(child, self._device, deadline)
             agreed(child.check, "write")
             agreed(self._complete, "complete")
             agreed(noted if dist.get_rank() == 0 else (lambda: None), "note")
-        except SaveFailed:
-            self.abandon()
-            raise
-        except BaseException:
-            self.kill()
-            raise
         return time.monotonic() - self._begun
 
     def abandon(self) -> None:
-        """End the writer and give the disk space back."""
         self.kill()
         directory.remove_partial(self._root, self.step)
         shutil.rmtree(directory.complete_path(self._root, self.step), ignore_errors=True)
-
-    def kill(self) -> None:
-        """End this rank's writer: whoever goes on in this process may write the same checkpoint."""
-        if self._child is not None:
-            self._child.kill()
 
     def _start_child(self, parts: Mapping[int, MCoreTensorAwareStateDict]) -> None:
         self._child = Child(lambda: self._write(parts))

@@ -13,7 +13,9 @@ import pickle
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,7 +48,41 @@ class SaveFailed(Exception):
     """A checkpoint was not written; the message says where and why. Raised on every rank."""
 
 
-class Write:
+class Writing(ABC):
+    """A save that is under way, to either tier. Every method is called on every rank."""
+
+    def __init__(self, root: Path, step: int, device: torch.device) -> None:
+        self.step, self._root, self._device = step, root, device
+        self._child: Child | None = None
+        self._begun = time.monotonic()
+
+    def done(self) -> bool:
+        """Have all ranks written their part?"""
+        return all_ended(self._child, self._device)
+
+    def kill(self) -> None:
+        """End this rank's writer: whoever goes on in this process may write the same checkpoint."""
+        if self._child is not None:
+            self._child.kill()
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """End the writers and give the disk space back."""
+
+    @contextmanager
+    def _given_up_on_failure(self) -> Iterator[None]:
+        """What failed on all ranks is abandoned; what failed otherwise leaves at least no writer behind."""
+        try:
+            yield
+        except SaveFailed:
+            self.abandon()
+            raise
+        except BaseException:
+            self.kill()
+            raise
+
+
+class Write(Writing):
     """One checkpoint under way. Every method is called on every rank.
 
     Megatron's own way waits without a bound for processes that may be gone, leaves a process behind when the trainer
@@ -55,24 +91,12 @@ class Write:
 
     def __init__(self, root: Path, step: int, tree: dict[str, Any], device: torch.device) -> None:
         """Plan it and start writing; returns as soon as the state may change again. Raises SaveFailed."""
-        self.step, self._root, self._device = step, root, device
-        self._child: Child | None = None
-        self._begun = time.monotonic()
+        super().__init__(root, step, device)
         agreed(lambda: directory.start_partial(root, step) if dist.get_rank() == 0 else None, "start")
         self._partial = directory.partial_path(root, step)
-        try:
+        with self._given_up_on_failure():
             self._plan(tree)
             agreed(self._start_child, "start the writer of")
-        except SaveFailed:
-            self.abandon()
-            raise
-        except BaseException:
-            self.kill()
-            raise
-
-    def done(self) -> bool:
-        """Have all ranks written their part?"""
-        return all_ended(self._child, self._device)
 
     def finish(
         self, deadline: Deadline, extra: Mapping[str, bytes], manifest: Callable[[dict[str, Entry]], Manifest]
@@ -89,29 +113,17 @@ class Write:
         Raises:
             SaveFailed: nothing of it is left.
         """
-        try:
+        with self._given_up_on_failure():
             wait_until_ended(self._child, self._device, deadline)
             parts = _gathered(agreed(self._outcome, "write"))
             agreed(lambda: self._complete(parts, extra, manifest) if parts is not None else None, "complete")
-        except SaveFailed:
-            self.abandon()
-            raise
-        except BaseException:
-            self.kill()
-            raise
         return time.monotonic() - self._begun
 
     def abandon(self) -> None:
-        """End the writers and give the disk space back."""
         self.kill()
         dist.barrier()
         if dist.get_rank() == 0:
             directory.remove_partial(self._root, self.step)
-
-    def kill(self) -> None:
-        """End this rank's writer: whoever goes on in this process may write the same checkpoint."""
-        if self._child is not None:
-            self._child.kill()
 
     def _plan(self, tree: dict[str, Any]) -> None:
         sharded, common, self._common = agreed(lambda: plan.parts(tree), "prepare")
